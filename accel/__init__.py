@@ -1,0 +1,26 @@
+"""accel: breakable CUDA graphs for diffusers pipelines.
+
+This module knows only names: `patch`, `unpatch` and `report` are imported when first used, so that
+`import accel` brings in neither diffusers nor transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel.patches.pipeline import patch, report, unpatch
+
+__version__ = "0.1.0"
+__all__ = ["patch", "report", "unpatch"]
+
+_LAZY = {"patch": "pipeline", "unpatch": "pipeline", "report": "pipeline"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'accel' has no attribute {name!r}")
+    return getattr(import_module(f"accel.patches.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])
