@@ -1,0 +1,53 @@
+"""Tiny models with random weights, for tests: denoiser families, whole pipelines, pipeline folders.
+
+Knows where each kind is described and makes it; nothing here needs a GPU or a network, and nothing
+here says anything about speed or picture quality.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.pipelines.tiny_family import Family
+from accel.pipelines.tiny_images import IMAGE_FAMILIES
+from accel.pipelines.tiny_recipes import RECIPES
+
+FAMILIES: dict[str, Family] = {**IMAGE_FAMILIES}
+"""Every tiny denoiser by name; `FAMILIES["flux"].make(seed)` and `.inputs(seed, variant)`."""
+
+# Smallest call that draws a picture: pixels, steps, and what an encoder of long prompts must be told.
+CALLS: dict[str, dict[str, Any]] = {
+    name: {"height": 64, "width": 64, "num_inference_steps": 3} for name in RECIPES
+}
+CALLS["flux"]["max_sequence_length"] = 32
+CALLS["sd3"]["max_sequence_length"] = 32
+CALLS["pixart"].update(max_sequence_length=32, use_resolution_binning=False)
+CALLS["sana"].update(max_sequence_length=64, use_resolution_binning=False)
+CALLS["zimage"].update(max_sequence_length=64, guidance_scale=0.0)
+CALLS["qwenimage"].update(true_cfg_scale=4.0, negative_prompt="blurry")
+
+
+def pipeline_names() -> list[str]:
+    """The names that `pipeline` and `save_pipeline` take."""
+    return list(RECIPES)
+
+
+def pipeline(name: str, seed: int = 0) -> Any:
+    """A complete tiny pipeline on the CPU in float32, random weights, tokenizers included.
+
+    `pipe("a red circle", **tiny.CALLS[name])` draws a 64x64 picture in well under a second.
+    Raises ValueError for an unknown name.
+    """
+    if name not in RECIPES:
+        raise ValueError(f"no tiny pipeline {name!r}; name may be {', '.join(RECIPES)}")
+    return RECIPES[name]().assemble("cpu", torch.float32, seed)
+
+
+def save_pipeline(folder: str | Path, name: str, seed: int = 0) -> Path:
+    """Writes `pipeline(name, seed)` as a folder that `DiffusionPipeline.from_pretrained` loads."""
+    folder = Path(folder)
+    pipeline(name, seed).save_pretrained(folder)
+    return folder

@@ -1,0 +1,90 @@
+"""What a tiny denoiser family is, and the random tensors its calls are made of.
+
+Knows how to build a model from a diffusers class name and a configuration, and how to draw
+reproducible arguments. Which families exist is written in `tiny_images` and `tiny_videos`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.pipelines.random_weights import build
+
+
+class Draw:
+    """Reproducible random arguments on the CPU, float32 unless said otherwise.
+
+    >>> bool((Draw(3).normal(2, 4) == Draw(3).normal(2, 4)).all())
+    True
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator("cpu").manual_seed(seed)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Standard normal numbers of `shape`."""
+        return torch.randn(shape, generator=self._generator)
+
+    def integers(self, high: int, *shape: int) -> torch.Tensor:
+        """Integers from 0 up to `high` - 1, int64."""
+        return torch.randint(high, shape, generator=self._generator)
+
+    def time(self, scale: float = 1000.0) -> torch.Tensor:
+        """One timestep as schedulers hand it out: 0-dim, strictly between 0 and `scale`."""
+        return (0.05 + 0.9 * torch.rand((), generator=self._generator)) * scale
+
+    def step(self, scale: float = 1000.0) -> torch.Tensor:
+        """A 0-dim int64 timestep, as the schedulers of UNets hand it out."""
+        return self.time(scale).long()
+
+    def times(self, batch: int, scale: float = 1000.0) -> torch.Tensor:
+        """`time` expanded over the batch as pipelines do it (stride 0), shape `[batch]`."""
+        return self.time(scale).expand(batch)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of denoiser, small enough for a test: under a million parameters, float32, CPU.
+
+    `arguments(draw, variant)` returns the keyword arguments of one forward; variants 0 and 1 differ
+    in shape (picture size or prompt length). `time` names the argument that carries the timestep.
+    """
+
+    kind: str
+    config: Mapping[str, Any]
+    arguments: Callable[[Draw, int], dict[str, Any]]
+    time: str = "timestep"
+
+    def make(self, seed: int = 0) -> nn.Module:
+        """The diffusers model with random weights, in eval mode, on the CPU in float32."""
+        import diffusers
+
+        kind = getattr(diffusers, self.kind)
+        return build(lambda: kind(**self.config), "cpu", torch.float32, seed)
+
+    def inputs(self, seed: int = 0, variant: int = 0) -> dict[str, Any]:
+        """Keyword arguments of one forward, `return_dict=False` included; fresh tensors every call.
+
+        Different seeds differ in latents, prompt and timestep, not in shape.
+        """
+        if variant not in (0, 1):
+            raise ValueError(f"{self.kind} has variants 0 and 1, got variant={variant!r}")
+        return {**self.arguments(Draw(seed), variant), "return_dict": False}
+
+
+def mask(batch: int, length: int, real: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """An attention mask of `[batch, length]` with the first `real` tokens on, padding at the end."""
+    return (torch.arange(length) < real).to(dtype).repeat(batch, 1)
+
+
+def grid_ids(height: int, width: int, axes: int = 3) -> torch.Tensor:
+    """Position ids `[height * width, axes]`: row in axis 1, column in axis 2, zero elsewhere."""
+    ids = torch.zeros(height, width, axes)
+    ids[..., 1] += torch.arange(height)[:, None]
+    ids[..., 2] += torch.arange(width)[None, :]
+    return ids.reshape(height * width, axes)
