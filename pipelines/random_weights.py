@@ -1,7 +1,7 @@
 """Random finite weights for any torch module, made on the device where they will be used.
 
-Knows how to build a module without touching its weights (parameters on the meta device, buffers for
-real, so that rotary tables and position ids hold what the model computed) and how to fill parameters.
+Knows how to build a module without touching its weights (parameters on the meta device, buffers
+for real, so that rotary tables and position ids hold what the model computed) and how to fill them.
 It knows nothing about particular models; configurations live in `zoo_configs` and `tiny_*`.
 """
 
@@ -55,7 +55,7 @@ def materialize(
 
 @torch.no_grad()
 def fill(module: nn.Module, seed: int) -> nn.Module:
-    """Overwrites every parameter with random finite values; the same seed and device, the same values.
+    """Overwrites every parameter with random finite values; same seed and device, same values.
 
     Matrices and kernels: normal with standard deviation `max(0.02, fan_in ** -0.5)`. The floor is
     the customary 0.02; narrow layers get more, so that signals neither vanish nor grow through a

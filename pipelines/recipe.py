@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-
 from accel.pipelines.random_weights import count, materialize, on_meta
+from torch import nn
 
 
 @dataclass(frozen=True)

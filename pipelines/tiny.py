@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from accel.pipelines.tiny_family import Family
 from accel.pipelines.tiny_images import IMAGE_FAMILIES
 from accel.pipelines.tiny_recipes import RECIPES
@@ -18,7 +17,7 @@ from accel.pipelines.tiny_recipes import RECIPES
 FAMILIES: dict[str, Family] = {**IMAGE_FAMILIES}
 """Every tiny denoiser by name; `FAMILIES["flux"].make(seed)` and `.inputs(seed, variant)`."""
 
-# Smallest call that draws a picture: pixels, steps, and what an encoder of long prompts must be told.
+# Smallest call that draws a picture; long-prompt encoders are told to stop early.
 CALLS: dict[str, dict[str, Any]] = {
     name: {"height": 64, "width": 64, "num_inference_steps": 3} for name in RECIPES
 }

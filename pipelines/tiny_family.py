@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-
 from accel.pipelines.random_weights import build
+from torch import nn
 
 
 class Draw:
@@ -78,7 +77,7 @@ class Family:
 
 
 def mask(batch: int, length: int, real: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """An attention mask of `[batch, length]` with the first `real` tokens on, padding at the end."""
+    """An attention mask `[batch, length]`: the first `real` tokens on, padding at the end."""
     return (torch.arange(length) < real).to(dtype).repeat(batch, 1)
 
 

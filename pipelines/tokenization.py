@@ -1,8 +1,8 @@
 """Small tokenizers made in code, of the stock classes that the pipelines expect.
 
-Knows how to train one on a few sentences about pictures, so that a common word is one token, as it is
-with a published vocabulary, and any other text falls back to characters or bytes. Every id lies inside
-the vocabulary of the text encoder. It knows no published vocabulary: ids mean nothing to real weights.
+Knows how to train one on a few sentences about pictures, so that a common word is one token, as it
+is with a published vocabulary, and any other text falls back to characters or bytes. Every id lies
+inside the text encoder's vocabulary. It knows no published one: ids mean nothing to real weights.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SENTENCES = (
     "the portrait of an old man with a white beard, studio lighting, film grain",
     "a small house in a forest, morning mist, cinematic, 4k, best quality",
     "blurry, low quality, worst quality, bad anatomy, watermark, text, deformed, ugly",
-    "describe Describe the image: color, shape, size, texture, quantity, text, objects and background",
+    "describe the image: color, shape, size, texture, quantity, text, objects and background",
     "detailing its spatial relationships, key features, style and layout of the input picture",
     "is it with that this one two three four to for from by at as",
     *("system", "user", "assistant", "Describe", "A", "An", "The"),  # as a line's first word
 )
 
-# Chat template of Qwen-type tokenizers: one block a message, an empty thought where thinking is off.
+# Chat template of Qwen-type tokenizers: one block a message, an empty thought if thinking is off.
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline
-
 from accel.pipelines import tiny
 from accel.pipelines.random_weights import count
+from diffusers import DiffusionPipeline
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -90,7 +89,7 @@ def test_a_pipeline_draws_a_varying_picture_that_follows_prompt_and_seed(name: s
 
 
 def test_an_unknown_pipeline_is_named() -> None:
-    with pytest.raises(ValueError, match="'nothing'.*sd15"):
+    with pytest.raises(ValueError, match=r"'nothing'.*sd15"):
         tiny.pipeline("nothing")
 
 
@@ -99,4 +98,6 @@ def test_a_saved_pipeline_draws_the_same_picture_after_loading(name: str, tmp_pa
     folder = tiny.save_pipeline(tmp_path / name, name)
     loaded = DiffusionPipeline.from_pretrained(folder)
     loaded.set_progress_bar_config(disable=True)
-    assert np.array_equal(picture(loaded, name), picture(tiny.pipeline(name), name))
+    # Weights read from a file are aligned differently in memory, and CPU kernels round with that.
+    difference = np.abs(picture(loaded, name) - picture(tiny.pipeline(name), name)).max()
+    assert difference < 1e-4
