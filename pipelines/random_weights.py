@@ -113,6 +113,12 @@ def count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def count_unbuilt(make: Callable[[], nn.Module]) -> int:
+    """`count` of what `make()` would build, without computing a weight or a table of positions."""
+    with torch.device("meta"):
+        return count(make())
+
+
 def build(
     make: Callable[[], Any], device: str | torch.device, dtype: torch.dtype, seed: int
 ) -> nn.Module:

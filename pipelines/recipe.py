@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accel.pipelines.random_weights import count, materialize, on_meta
+from accel.pipelines.random_weights import count_unbuilt, materialize, on_meta
 from torch import nn
 
 
@@ -71,7 +71,7 @@ class Recipe:
 
     def parameter_counts(self) -> dict[str, int]:
         """Parameters of every part, counted on the meta device: no weight is ever made."""
-        return {name: count(on_meta(part.make)) for name, part in self.parts.items()}
+        return {name: count_unbuilt(part.make) for name, part in self.parts.items()}
 
     def _chosen(self, parts: Iterable[str] | None) -> set[str]:
         chosen = set(self.parts) if parts is None else set(parts)

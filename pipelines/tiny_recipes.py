@@ -1,7 +1,7 @@
 """Tiny complete pipelines: every stage a real one has, small enough to draw a picture in a test.
 
 Knows the smallest configurations of text encoders and VAEs that the stock pipeline classes accept
-and that decode to pictures whose pixels vary. The denoisers' configurations are those of `tiny_images`.
+and that decode to pictures whose pixels vary. Denoisers are configured in `tiny_images`.
 """
 
 from __future__ import annotations
