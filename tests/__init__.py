@@ -1,0 +1,1 @@
+"""The tests, one folder a room, and the simulated device they run on."""

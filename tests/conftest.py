@@ -1,0 +1,54 @@
+"""Fixtures that every room's tests share: the devices that the engine is tested on.
+
+A test that takes `device` runs on the simulated device and, where there is one, on a GPU. The
+simulated device is made known to torch at the first test that wants it, after the tests on a GPU: torch
+has a single idea of "the accelerator", and a registered device of a third party takes that place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from accel.backend import Backend, backend_for, register_backend
+
+GPU_COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("gpu") is None)  # stable: GPU tests first
+
+
+def _simulated_device() -> torch.device:
+    from tests.simulated import SimulatedBackend, reset_device
+
+    register_backend("sim", SimulatedBackend)
+    reset_device()
+    return torch.device("sim:0")
+
+
+@pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The device under test: "sim:0", then "cuda:0"."""
+    if request.param == "sim":
+        yield _simulated_device()
+        return
+    if not GPU_COUNT:
+        pytest.skip("no CUDA device")
+    yield torch.device("cuda:0")
+
+
+@pytest.fixture
+def backend(device: torch.device) -> Backend:
+    """The backend of the device under test."""
+    found = backend_for(device)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def sim() -> torch.device:
+    """The simulated device alone, as new, for what only it can show."""
+    return _simulated_device()

@@ -1,0 +1,157 @@
+"""The simulated device behind `accel.backend.Backend`, plus what tests look at."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from tests.simulated import device as devices
+from tests.simulated import tensors
+from tests.simulated.arena import Pool
+from tests.simulated.clock import Clock, Counters, Event
+from tests.simulated.device import Stream, device
+from tests.simulated.segment import SimulatedSegment
+from tests.simulated.tensors import arena, quiet
+
+
+class SimulatedBackend:
+    """Records and replays on the simulated device. All instances speak of the same device."""
+
+    device_type = tensors.NAME
+    _pool_ids = itertools.count(1)
+
+    def segment(self, pool: Any) -> SimulatedSegment:
+        return SimulatedSegment(pool)
+
+    def new_pool(self) -> Any:
+        pool_id = (0, next(self._pool_ids))
+        arena.pools[pool_id] = Pool(f"pool {pool_id}")
+        return pool_id
+
+    def new_stream(self, device: torch.device) -> Stream:
+        return Stream(device)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return devices.device.current_stream()
+
+    @contextmanager
+    def on_stream(self, stream: Stream) -> Iterator[Stream]:
+        before = device.current_stream()
+        device.set_current_stream(stream)
+        try:
+            yield stream
+        finally:
+            device.set_current_stream(before)
+
+    def wait_stream(self, stream: Stream, awaited: Stream) -> None:
+        stream.time = max(stream.time, awaited.time)
+
+    def record_event(self, stream: Stream) -> Event:
+        return Event(device.clock, max(stream.time, device.clock.host))
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        stream.time = max(stream.time, event.time)
+
+    def synchronize(self, stream: Stream) -> None:
+        device.synchronize(stream)
+
+    def now(self) -> float:
+        """Host seconds by the fake clock."""
+        return device.clock.host
+
+    def is_capturing(self) -> bool:
+        return device.current_stream().segment is not None
+
+    def hide_capturing(self) -> AbstractContextManager[None]:
+        return _hidden()
+
+    def storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
+        return tensor.untyped_storage()
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        with quiet():
+            held = tensor.untyped_storage()
+            storage = tensors.unowned_storage(held.data_ptr(), held.nbytes())
+            return tensors.on_storage(
+                storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+            )
+
+    def live_blocks(self, pool: Any) -> set[int]:
+        return set(arena.live_blocks(arena.pools[pool]))
+
+    def pool_bytes(self, pool: Any) -> int:
+        return arena.pools[pool].reserved
+
+    def memory(self, device: torch.device) -> tuple[int, int]:
+        return arena.total - arena.reserved(), arena.total
+
+    def reserved_bytes(self, device: torch.device) -> int:
+        return arena.reserved()
+
+    def reclaimable_bytes(self, device: torch.device) -> int:
+        return arena.reserved() - arena.in_use()
+
+    def empty_cache(self) -> None:
+        arena.empty_cache()
+
+    def rng_state(self, device: torch.device) -> torch.Tensor:
+        return devices.device.generator.get_state()
+
+    def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
+        devices.device.generator.set_state(state)
+
+    def warm_libraries(self, device: torch.device) -> None:
+        devices.device.make_handle(devices.device.current_stream())
+
+    def clear_workspaces(self) -> None:
+        device.drop_workspaces()
+
+    # What only tests use.
+
+    @property
+    def clock(self) -> Clock:
+        return device.clock
+
+    @property
+    def counters(self) -> Counters:
+        return device.counters
+
+    @property
+    def aborts(self) -> int:
+        """Spoilt recordings that were destroyed: each might have ended the process."""
+        return device.aborts
+
+    def set_total_memory(self, nbytes: int) -> None:
+        """The size of the card, for out-of-memory tests. `reset_device` restores it."""
+        arena.total = nbytes
+
+    def block_of(self, tensor: torch.Tensor) -> int:
+        """The address of the block that `tensor` lies in."""
+        return tensor.untyped_storage().data_ptr()
+
+
+def reset_device() -> None:
+    """A new device as far as pools, failures, clock, counters and random numbers go."""
+    device.reset()
+
+
+def python_asks_is_capturing() -> bool:
+    """What a model's Python would hear if it asked whether its stream records."""
+    return tensors.module.is_current_stream_capturing()
+
+
+@contextmanager
+def _hidden() -> Iterator[None]:
+    here = threading.get_ident()
+    device.hiding[here] += 1
+    try:
+        yield
+    finally:
+        device.hiding[here] -= 1
+        if not device.hiding[here]:
+            del device.hiding[here]

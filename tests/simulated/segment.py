@@ -1,0 +1,144 @@
+"""A recording: operators with the addresses they work on. Replaying it runs no Python of the model.
+
+Nothing here keeps memory alive: arguments are CPU views over raw addresses. What was freed and handed
+out again in the meantime is read, and overwritten, as a real device would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.simulated.arena import Pool
+from tests.simulated.device import CaptureError, Stream, device, scribble
+from tests.simulated.tensors import arena, quiet
+
+
+class Step:
+    """One recorded operator: `run` on CPU views, results to be copied to `targets`."""
+
+    __slots__ = ("args", "kwargs", "name", "run", "targets", "workspace")
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        args: list[Any],
+        kwargs: dict[str, Any],
+        targets: list[torch.Tensor | None],
+        workspace: int,
+    ) -> None:
+        self.name, self.run, self.args, self.kwargs = name, run, args, kwargs
+        self.targets, self.workspace = targets, workspace
+
+    def replay(self) -> None:
+        if self.workspace:
+            scribble(self.workspace)
+        result = self.run(*self.args, **self.kwargs)
+        if self.targets:
+            for target, value in zip(self.targets, flat(result), strict=True):
+                if target is not None:
+                    target.copy_(value)
+
+
+def flat(result: Any) -> list[Any]:
+    """The leaves of what an operator returned."""
+    if isinstance(result, (list, tuple)):
+        return [leaf for part in result for leaf in flat(part)]
+    return [result]
+
+
+class SimulatedSegment:
+    """A stretch of recorded work on one stream, its memory from one pool."""
+
+    # As `accel.backend.CudaSegment` does around each capture, so that scratch memory lies in the
+    # pool. A test may turn it off to see what happens then.
+    clears_workspaces = True
+
+    def __init__(self, pool_id: Any) -> None:
+        self._pool_id = pool_id
+        self._stream: Stream | None = None
+        self._epoch = device.epoch
+        self._recorded = False
+        self.pool: Pool
+        self.steps: list[Step] = []
+        self.invalid = False
+
+    def begin(self) -> None:
+        """Starts recording what this thread issues on its current stream.
+
+        Raises RuntimeError where CUDA would: on the default stream, on a stream or in a pool that
+        records already, in a pool whose last segment is gone; and forever after that last one.
+        """
+        stream = device.current_stream()
+        pool = arena.pools.get(self._pool_id)
+        if self.clears_workspaces:
+            device.drop_workspaces()
+        _check_may_record(stream, pool, self._pool_id, self._stream is not None)
+        assert pool is not None
+        pool.opened, pool.segments = True, pool.segments + 1
+        self.pool, self._stream = pool, stream
+        pool.recording, stream.segment = True, self
+
+    def end(self) -> None:
+        """Closes the recording. Raises if it was spoilt; its pool cannot record again then."""
+        if self._stream is None or self._stream.segment is not self:
+            raise RuntimeError("end() without a recording")
+        if device.current_stream() is not self._stream:
+            raise RuntimeError("a recording must end on the stream it began on")
+        self._stream.segment = None
+        if self.invalid:
+            raise CaptureError("sim error: operation failed due to a previous error during capture")
+        self.pool.recording = False
+        self._recorded = True
+        if self.clears_workspaces:
+            device.drop_workspaces()
+
+    def replay(self) -> None:
+        """Runs the recorded operators on the current stream."""
+        if not self._recorded:
+            raise RuntimeError("replay() of a segment that holds no finished recording")
+        stream, clock = device.current_stream(), device.clock
+        if stream.segment is not None:
+            raise stream.segment.refuse("the replay of another segment")
+        clock.host += clock.replay_host
+        stream.time = max(stream.time, clock.host)
+        with quiet():
+            for step in self.steps:
+                step.replay()
+                stream.time += clock.cost(step.name) * clock.replay_factor
+        device.counters.replays += 1
+        device.counters.replayed += len(self.steps)
+
+    def refuse(self, what: str) -> CaptureError:
+        """Spoils the recording; the error to raise for it."""
+        self.invalid = True
+        return CaptureError(f"sim error: operation not permitted when stream is capturing ({what})")
+
+    def __del__(self) -> None:
+        if self._stream is None or self._epoch != device.epoch:
+            return
+        if self.invalid:
+            device.aborts += 1
+        self.pool.segments -= 1
+        device.drop_workspace(self._stream)
+
+
+def _check_may_record(stream: Stream, pool: Pool | None, pool_id: Any, used: bool) -> None:
+    if device.broken:
+        raise RuntimeError("sim error: the allocator is broken by an earlier INTERNAL ASSERT")
+    if used:
+        raise RuntimeError("this segment holds a recording already")
+    if pool is None:
+        raise RuntimeError(f"unknown pool {pool_id!r}")
+    if stream is device.default_stream:
+        raise RuntimeError("segments must be recorded on a non-default stream")
+    if stream.segment is not None:
+        raise CaptureError("sim error: operation not permitted when stream is capturing (begin)")
+    if pool.recording:
+        raise RuntimeError(f"already recording to mempool_id {pool_id!r}")
+    if pool.retired:
+        device.broken = True
+        raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: the pool's last segment is gone")
