@@ -1,0 +1,143 @@
+"""The command line: reads arguments, calls the room's other modules, prints what they return.
+
+Nothing heavy is imported before a command needs it, so that help and wrong arguments are answered
+at once. Exit codes: 0 done, 1 something failed or differs, 2 the input cannot be served.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from accel.pipelines import options
+from accel.pipelines.console import note, print_json
+from accel.pipelines.errors import explained
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="accel",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def accel(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Runs Hugging Face diffusers pipelines as breakable CUDA graphs: same picture, less time."""
+    if version:
+        from accel import __version__
+
+        print(f"accel {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code. Errors are one line on stderr."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(given, standalone_mode=False)
+        if code == INTERRUPTED:  # what typer makes of Ctrl-C
+            note("interrupted")
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        note("interrupted")
+        return INTERRUPTED
+    except Exception as error:
+        if "--debug" in given:
+            traceback.print_exc()
+        # typer's own complaints (an unknown option, a missing argument) know their words.
+        complaint = getattr(error, "format_message", None)
+        if complaint is not None:
+            note(" ".join(complaint().split()) or "an argument is missing: see --help")
+            return 2
+        known = explained(error)
+        note(str(known))
+        return known.exit_code
+
+
+@app.command()
+def generate(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="One or several prompts.", show_default=False)
+    ] = None,
+    prompts_file: Annotated[
+        str | None, typer.Option("--prompts", help="A file with one prompt a line; - is stdin.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help=options.MODEL_HELP + " [default: demo]")
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="A .png, a folder, or a pattern with {index} {seed} {prompt} {model}.",
+        ),
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Make a picture again from its PNG.")
+    ] = None,
+    size: options.Size = None,
+    steps: options.Steps = None,
+    guidance: options.Guidance = None,
+    negative_prompt: options.Negative = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, max=2**32 - 1, help="[default: random]")
+    ] = None,
+    number: Annotated[
+        int, typer.Option("--number", "-n", min=1, help="Pictures per prompt, seeds counting up.")
+    ] = 1,
+    extra: options.Extra = None,
+    dtype: options.Dtype = None,
+    device: options.Device = "auto",
+    lora: options.Loras = None,
+    mode: Annotated[str, typer.Option("--mode", help="exact (accelerated) or off.")] = "exact",
+    trust_pickle: options.TrustPickle = False,
+    trust_remote_code: options.TrustCode = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Makes pictures from prompts."""
+    from accel.pipelines import making
+    from accel.pipelines.models import Trust
+    from accel.pipelines.prompts import parse_extra, read_prompts
+
+    order = making.Order(
+        prompts=read_prompts(prompts or [], prompts_file),
+        source=source,
+        changes={
+            "model": model,
+            "steps": steps,
+            "guidance": guidance,
+            "negative_prompt": negative_prompt,
+            "dtype": dtype,
+        },
+        size=size,
+        extra=parse_extra(extra or []),
+        loras=lora or [],
+        seed=seed,
+        number=number,
+        output=output,
+        device=device,
+        mode=mode,
+        trust=Trust(trust_pickle, trust_remote_code),
+        quiet=not debug,
+        stdout_is_json=json,
+    )
+    result = making.fulfil(order)
+    if json:
+        print_json(result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""What goes to the terminal: one JSON document on stdout, everything else on stderr.
+
+This module knows rich and JSON. It knows no model and no picture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+OnStep = Callable[[int], None]
+
+
+def print_json(content: Any) -> None:
+    """Writes `content` as one JSON document to stdout."""
+    print(json.dumps(content, indent=2, default=str))
+
+
+def note(text: str) -> None:
+    """Says one line on stderr."""
+    print(f"accel: {text}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def stdout_kept_clean(kept: bool) -> Iterator[None]:
+    """While open (and `kept`), what libraries print goes to stderr: stdout belongs to the JSON."""
+    if not kept:
+        yield
+        return
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+@contextlib.contextmanager
+def steps_shown(pictures: int, steps: int | None) -> Iterator[Callable[[int], OnStep]]:
+    """A progress bar on stderr over the steps of each picture. Yields a function that gives, for a
+    picture's index, what is told the number of finished steps. Draws nothing where stderr is no
+    terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("picture", total=steps)
+
+        def for_picture(index: int) -> OnStep:
+            words = f"picture {index + 1} of {pictures}" if pictures > 1 else "picture"
+            bar.reset(task, description=words, total=steps)
+            return lambda done: bar.update(task, completed=done)
+
+        yield for_picture

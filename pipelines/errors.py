@@ -1,0 +1,70 @@
+"""What goes wrong for a person, in one line: the exception of this room and how others are put.
+
+This module knows exit codes and words. It imports nothing heavy, so that a wrong argument is
+answered at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import PurePath
+from types import TracebackType
+
+
+class AccelError(Exception):
+    """Something failed while working. The message is one line: what, where, why, what helps."""
+
+    exit_code = 1
+
+
+class BadInput(AccelError):
+    """The arguments cannot be served. Exit code 2, as for a misspelt option."""
+
+    exit_code = 2
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its type's name where it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def explained(error: Exception) -> AccelError:
+    """`error` as an `AccelError`: out of memory and a refused size in their own words, others as
+    type and message.
+
+    >>> str(explained(KeyError("unet")))
+    "KeyError: 'unet' (--debug shows the traceback)"
+    """
+    if isinstance(error, AccelError):
+        return error
+    if is_out_of_memory(error):
+        return AccelError(
+            f"out of memory ({first_line(error)}): lower --size, take a smaller --dtype, "
+            "or free the memory of the graphs with --mode off"
+        )
+    if isinstance(error, ValueError) and _raised_by_a_pipeline(error.__traceback__):
+        return BadInput(f"the model cannot take this: {' '.join(str(error).split())}")
+    return AccelError(f"{type(error).__name__}: {first_line(error)} (--debug shows the traceback)")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host ran out of memory."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    # The CPU allocator has no exception of its own.
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _raised_by_a_pipeline(traceback: TracebackType | None) -> bool:
+    """Whether the innermost frame is a pipeline's own code: that is where sizes and prompts are
+    checked (`check_inputs`, and the first lines of some calls)."""
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return False
+    path = PurePath(traceback.tb_frame.f_code.co_filename)
+    return "diffusers" in path.parts and (
+        path.name.startswith("pipeline_") or "modular_pipelines" in path.parts
+    )

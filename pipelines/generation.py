@@ -1,0 +1,155 @@
+"""From settings to a picture: which arguments a pipeline takes, and the call itself.
+
+A picture is made alone, with its own generator on the CPU: so it can be made again from its
+settings, whatever else was asked for in the same run and whatever GPU made it first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from accel.pipelines.errors import AccelError, BadInput
+from accel.pipelines.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+OnStep = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Take:
+    """One call of a pipeline: its picture and, if asked for, its latents before the VAE."""
+
+    image: Image
+    latents: torch.Tensor | None = None
+
+
+def is_modular(pipe: Any) -> bool:
+    """Whether `pipe` is a modular pipeline: its arguments are its blocks' inputs."""
+    return hasattr(pipe, "blocks") and hasattr(pipe, "default_call_parameters")
+
+
+def call_defaults(pipe: Any) -> dict[str, Any]:
+    """The arguments that `pipe` takes, with their defaults (None where there is none)."""
+    if is_modular(pipe):
+        return dict(pipe.default_call_parameters)
+    parameters = inspect.signature(pipe.__call__).parameters.values()
+    return {p.name: None if p.default is p.empty else p.default for p in parameters}
+
+
+def completed(pipe: Any, settings: Settings) -> Settings:
+    """The settings with the pipeline's own defaults written out, as far as its call shows them.
+
+    A later version may have other defaults; a picture's settings should not depend on them.
+    """
+    known = call_defaults(pipe)
+    steps, guidance = settings.steps, settings.guidance
+    if steps is None and isinstance(known.get("num_inference_steps"), int):
+        steps = known["num_inference_steps"]
+    name = guidance_argument(known)
+    if guidance is None and name and isinstance(known[name], int | float):
+        guidance = float(known[name])
+    return replace(settings, steps=steps, guidance=guidance)
+
+
+def with_size(pipe: Any, settings: Settings, image: Image) -> Settings:
+    """The settings with the picture's size where none was asked for and the call takes one."""
+    if settings.width is None and {"width", "height"} <= call_defaults(pipe).keys():
+        return replace(settings, width=image.width, height=image.height)
+    return settings
+
+
+def guidance_argument(known: dict[str, Any]) -> str | None:
+    """What `--guidance` sets. Pipelines with both arguments and no default for `guidance_scale`
+    guide by `true_cfg_scale`; the other one is for distilled models and does nothing there."""
+    if "true_cfg_scale" in known and known.get("guidance_scale") is None:
+        return "true_cfg_scale"
+    return "guidance_scale" if "guidance_scale" in known else None
+
+
+def call_arguments(pipe: Any, settings: Settings) -> dict[str, Any]:
+    """The keyword arguments of the call, without generator and output. Raises `BadInput` for what
+    the pipeline has no argument for."""
+    known = call_defaults(pipe)
+    wanted = {
+        ("a prompt", "prompt"): settings.prompt or (None if "prompt" not in known else ""),
+        ("--negative-prompt", "negative_prompt"): settings.negative_prompt,
+        ("--steps", "num_inference_steps"): settings.steps,
+        ("--guidance", guidance_argument(known) or "guidance_scale"): settings.guidance,
+        ("--size", "width"): settings.width,
+        ("--size", "height"): settings.height,
+        **{(f"--set {name}", name): value for name, value in settings.extra.items()},
+    }
+    for (option, name), value in wanted.items():
+        if value is not None and name not in known:
+            raise BadInput(f"{option}: {type(pipe).__name__} takes no {name}; leave it out")
+    return {name: value for (_, name), value in wanted.items() if value is not None}
+
+
+def make(
+    pipe: Any, settings: Settings, *, on_step: OnStep | None = None, latents: bool = False
+) -> Take:
+    """Runs `pipe` once. `on_step` hears the number of finished steps where the pipeline tells them;
+    with `latents` the take holds a copy of what the VAE was given.
+
+    A pipeline that shows its latents neither at its steps nor among its results is called a second
+    time, for the latents alone.
+    """
+    import torch
+
+    arguments = call_arguments(pipe, settings)
+    witness = _Witness(on_step, latents)
+    if "callback_on_step_end" in call_defaults(pipe):
+        arguments["callback_on_step_end"] = witness
+    generator = torch.Generator("cpu").manual_seed(settings.seed)
+    if is_modular(pipe):
+        made = pipe(**arguments, generator=generator, output=["images", "latents"])
+        last = made["latents"] if latents else None
+        return Take(_picture(made["images"], pipe), None if last is None else last.clone())
+    image = _picture(_images(pipe(**arguments, generator=generator), pipe), pipe)
+    if latents and witness.latents is None:
+        arguments.pop("callback_on_step_end", None)
+        generator = torch.Generator("cpu").manual_seed(settings.seed)
+        witness.latents = _images(
+            pipe(**arguments, generator=generator, output_type="latent"), pipe
+        )
+    return Take(image, witness.latents)
+
+
+class _Witness:
+    """A step callback that counts, and keeps the newest latents if it should."""
+
+    def __init__(self, on_step: OnStep | None, keep: bool) -> None:
+        self.latents: torch.Tensor | None = None
+        self._on_step = on_step
+        self._keep = keep
+
+    def __call__(
+        self, pipe: Any, index: int, timestep: Any, values: dict[str, Any]
+    ) -> dict[str, Any]:
+        if self._keep and values.get("latents") is not None:
+            self.latents = values["latents"].detach().clone()
+        if self._on_step is not None:
+            self._on_step(index + 1)
+        return {}
+
+
+def _images(output: Any, pipe: Any) -> Any:
+    if hasattr(output, "images"):
+        return output.images
+    made = ", ".join(getattr(output, "keys", lambda: [type(output).__name__])())
+    raise BadInput(f"{type(pipe).__name__} makes {made}, not pictures")
+
+
+def _picture(images: Any, pipe: Any) -> Image:
+    from PIL import Image
+
+    first = images[0] if isinstance(images, list | tuple) and images else images
+    if not isinstance(first, Image.Image):
+        raise AccelError(f"{type(pipe).__name__} returned {type(first).__name__}, not a picture")
+    return first

@@ -1,0 +1,174 @@
+"""From a model folder to a pipeline that runs: device, dtype, LoRA, and no noise on the way.
+
+This module knows diffusers' loading calls. Which folder a name stands for is `models`' matter.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.pipelines.errors import AccelError, BadInput, explained, first_line, is_out_of_memory
+from accel.pipelines.models import Model, Trust, file_fingerprint
+from accel.pipelines.settings import Lora
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and in which precision a pipeline runs."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """`bfloat16` rather than `torch.bfloat16`."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def placement(device: str = "auto", dtype: str = "auto") -> Placement:
+    """Device and dtype from what the person wrote. `auto` is CUDA where there is one, else the CPU;
+    bfloat16 on CUDA (float16 where the GPU has none), float32 on the CPU."""
+    import torch
+
+    if dtype not in DTYPES:
+        raise BadInput(f"--dtype {dtype}: choose from {', '.join(DTYPES)}")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = _device(device)
+    if dtype == "auto":
+        dtype = "float32"
+        if chosen.type == "cuda":
+            dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    return Placement(chosen, getattr(torch, dtype))
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise BadInput(
+            f"--device {name}: no such device; choose auto, cpu, cuda or cuda:N"
+        ) from error
+    if device.type not in ("cpu", "cuda"):
+        raise BadInput(f"--device {name}: pipelines run on cpu and cuda here")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            built = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA GPU"
+            raise BadInput(
+                f"--device {name}: torch {torch.__version__} {built}; accel doctor says more, "
+                "--device cpu runs without"
+            )
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            raise BadInput(f"--device {name}: there are {torch.cuda.device_count()} CUDA GPUs here")
+    return device
+
+
+def quiet() -> None:
+    """Silences progress bars and advice of the libraries: they are not about the picture."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore")
+
+
+def load(
+    model: Model, where: Placement, *, trust: Trust | None = None, loras: Sequence[Lora] = ()
+) -> Any:
+    """The pipeline of `model` on its device, its LoRAs active. Raises `AccelError` in one line."""
+    trust = trust or Trust()
+    try:
+        pipe = (_load_modular if model.modular else _load_classic)(model, where, trust)
+        pipe = pipe.to(where.device)
+    except AccelError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise explained(error) from error
+        raise BadInput(f"{model.name} cannot be loaded: {first_line(error)}") from error
+    pipe.set_progress_bar_config(disable=True)
+    activate(pipe, loras)
+    return pipe
+
+
+def _load_classic(model: Model, where: Placement, trust: Trust) -> Any:
+    from diffusers import DiffusionPipeline
+
+    return DiffusionPipeline.from_pretrained(
+        model.folder,
+        dtype=where.dtype,
+        variant=model.variant,
+        use_safetensors=None if trust.pickle else True,
+        trust_remote_code=trust.code,
+    )
+
+
+def _load_modular(model: Model, where: Placement, trust: Trust) -> Any:
+    import torch
+    from diffusers import AutoModel, ModularPipeline
+
+    pipe = ModularPipeline.from_pretrained(str(model.folder), trust_remote_code=trust.code)
+    names = pipe.pretrained_component_names
+    kinds = {name: pipe.get_component_spec(name).type_hint for name in names}
+    weighty = {
+        n for n, k in kinds.items() if k is None or issubclass(k, torch.nn.Module | AutoModel)
+    }
+    allowed = None if trust.pickle else True
+    pipe.load_components(dtype=where.dtype, use_safetensors=dict.fromkeys(weighty, allowed))
+    missing = [name for name in names if getattr(pipe, name, None) is None]
+    if missing:
+        # The library only warns here, and the call fails much later with a riddle.
+        raise BadInput(f"{model.name} cannot be loaded: no {', '.join(missing)} (--debug says why)")
+    return pipe
+
+
+def identified(loras: Sequence[Lora]) -> tuple[Lora, ...]:
+    """The LoRAs with the fingerprints of those that are files; a missing file is refused."""
+    return tuple(_identified(lora) for lora in loras)
+
+
+def _identified(lora: Lora) -> Lora:
+    path = Path(lora.path).expanduser()
+    if path.is_file():
+        return replace(lora, fingerprint=file_fingerprint(path))
+    if path.suffix == ".safetensors":
+        raise BadInput(f"--lora {lora.path}: no such file")
+    return lora
+
+
+def activate(pipe: Any, loras: Sequence[Lora]) -> None:
+    """Loads `loras` into `pipe` and sets their scales."""
+    if not loras:
+        return
+    if not hasattr(pipe, "load_lora_weights"):
+        raise BadInput(f"--lora: {type(pipe).__name__} takes no LoRA")
+    for index, lora in enumerate(loras):
+        path = Path(lora.path).expanduser()
+        options = {"weight_name": path.name} if path.is_file() else {}
+        source = str(path.parent) if path.is_file() else lora.path
+        try:
+            pipe.load_lora_weights(
+                source, adapter_name=f"lora_{index}", use_safetensors=True, **options
+            )
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise explained(error) from error
+            raise BadInput(f"--lora {lora.path} cannot be loaded: {first_line(error)}") from error
+    names = [f"lora_{index}" for index in range(len(loras))]
+    if not set(names) <= {n for ns in pipe.get_list_adapters().values() for n in ns}:
+        raise BadInput("--lora: its layers do not belong to this model, nothing would change")
+    pipe.set_adapters(names, [lora.scale for lora in loras])

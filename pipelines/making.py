@@ -1,0 +1,172 @@
+"""`accel generate`: from an order to files, with everything that can be refused refused first."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel.pipelines import outputs, picture
+from accel.pipelines.console import OnStep, note, stdout_kept_clean, steps_shown
+from accel.pipelines.errors import BadInput
+from accel.pipelines.models import Model, Trust, is_hub_id, resolve
+from accel.pipelines.prompts import settings_for
+from accel.pipelines.settings import Lora, Settings, parse_size
+
+MODES = ("exact", "off")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a person asked for. `changes` are settings fields, None where nothing was said."""
+
+    prompts: Sequence[str] = ()
+    source: Path | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+    size: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    loras: Sequence[str] = ()
+    seed: int | None = None
+    number: int = 1
+    output: str | None = None
+    device: str = "auto"
+    mode: str = "exact"
+    trust: Trust = field(default_factory=Trust)
+    quiet: bool = True
+    stdout_is_json: bool = False
+
+
+def fulfil(order: Order) -> dict[str, Any]:
+    """Makes and writes the pictures of `order`; returns what was made as plain data."""
+    if order.mode not in MODES:
+        raise BadInput(f"--mode {order.mode}: choose from {', '.join(MODES)}")
+    base, made_with = _base(order)
+    wanted = settings_for(base, order.prompts, order.number, _seed(order, base))
+    paths = outputs.paths_for(order.output, wanted)
+    with stdout_kept_clean(order.stdout_is_json):
+        model, pipe, wanted = _prepared(order, base, wanted)
+        here = _made_with(model, pipe)
+        _note_differences(made_with, here)
+        made = [*_write_all(pipe, wanted, paths, here, tell=not order.stdout_is_json)]
+        report = _report(pipe, order.mode)
+    return {"pictures": made, "made_with": here, "mode": order.mode, "report": report}
+
+
+def _base(order: Order) -> tuple[Settings, dict[str, Any]]:
+    """The settings that all pictures share, and what the source picture was made with."""
+    settings, made_with = Settings(), {}
+    if order.source is not None:
+        settings, made_with = picture.read_settings(order.source)
+    elif not order.prompts:
+        raise BadInput(
+            'no prompt: accel generate "a red circle on a blue background", or --prompts'
+        )
+    width, height = parse_size(order.size) if order.size else (None, None)
+    loras = tuple(Lora.parse(text) for text in order.loras) or None
+    extra = {**settings.extra, **order.extra}
+    changes = {**order.changes, "width": width, "height": height, "loras": loras, "extra": extra}
+    return settings.changed(**changes), made_with
+
+
+def _seed(order: Order, base: Settings) -> int | None:
+    if order.seed is None and order.source is not None:
+        return base.seed
+    return order.seed
+
+
+def _prepared(
+    order: Order, base: Settings, wanted: list[Settings]
+) -> tuple[Model, Any, list[Settings]]:
+    """The model, its patched pipeline, and the settings with their defaults written out."""
+    from accel.pipelines import loading
+    from accel.pipelines.generation import call_arguments, completed
+
+    if not is_hub_id(base.model):
+        resolve(base.model, order.trust)  # a typing mistake is answered before torch is loaded
+    where = loading.placement(order.device, base.dtype)
+    model = resolve(base.model, order.trust)
+    loras = loading.identified(base.loras)
+    if order.quiet:
+        loading.quiet()
+    pipe = loading.load(model, where, trust=order.trust, loras=loras)
+    for settings in wanted:
+        call_arguments(pipe, settings)
+    decided = {"dtype": where.dtype_name, "loras": loras}
+    completed_settings = [completed(pipe, settings.changed(**decided)) for settings in wanted]
+    if order.mode != "off":
+        import accel
+
+        pipe = accel.patch(pipe, mode=order.mode)
+    return model, pipe, completed_settings
+
+
+def _write_all(
+    pipe: Any, wanted: list[Settings], paths: list[Path], here: dict[str, Any], *, tell: bool
+) -> Iterator[dict[str, Any]]:
+    with steps_shown(len(wanted), wanted[0].steps) as on_step:
+        for index, (settings, path) in enumerate(zip(wanted, paths, strict=True)):
+            made = _write_one(pipe, settings, path, here, on_step(index))
+            if tell:
+                size, seed = f"{made['width']}x{made['height']}", settings.seed
+                print(f"{path}: {size}, seed {seed}, {made['seconds']:.2f} s", flush=True)
+            yield made
+
+
+def _write_one(
+    pipe: Any, settings: Settings, path: Path, here: dict[str, Any], on_step: OnStep
+) -> dict[str, Any]:
+    from accel.pipelines.generation import make, with_size
+
+    started = time.perf_counter()
+    image = make(pipe, settings, on_step=on_step).image
+    seconds = time.perf_counter() - started
+    settings = with_size(pipe, settings, image)
+    if image.size != (settings.width or image.width, settings.height or image.height):
+        asked = f"{settings.width}x{settings.height}"
+        note(f"{asked} asked for, but the model made {image.width}x{image.height}")
+    content = picture.png_bytes(image, settings, here)
+    picture.write(path, content)
+    return {
+        "path": str(path),
+        "width": image.width,
+        "height": image.height,
+        "seconds": seconds,
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "settings": settings.to_dict(),
+    }
+
+
+def _made_with(model: Model, pipe: Any) -> dict[str, Any]:
+    """What besides the settings decides the pixels."""
+    from accel.pipelines import machine, versions
+
+    scheduler = getattr(pipe, "scheduler", None)
+    return {
+        "pipeline": type(pipe).__name__,
+        "scheduler": None if scheduler is None else type(scheduler).__name__,
+        "model": model.fingerprint,
+        "device": machine.device_name(pipe.device),
+        **versions.made_with(),
+    }
+
+
+def _note_differences(then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Says why a picture made again may differ."""
+    for name, value in then.items():
+        if now.get(name) != value:
+            note(
+                f"the picture was made with {name} {value}, here it is {now.get(name)}: "
+                "it may come out different"
+            )
+
+
+def _report(pipe: Any, mode: str) -> dict[str, Any] | None:
+    if mode == "off":
+        return None
+    import accel
+
+    report: dict[str, Any] = accel.report(pipe).to_dict()
+    return report

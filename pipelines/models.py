@@ -1,0 +1,234 @@
+"""Which folder a model's name stands for, and whether that folder may be loaded.
+
+A name is `demo`, a folder, or a hub id. This module reads names, indexes and file lists; it loads
+no weights and runs no code of the model. Weights that need pickle, and code that ships with the
+model, are refused here unless asked for: loading either one runs whatever its author wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from accel.pipelines.errors import BadInput, first_line
+
+INDEXES = ("model_index.json", "modular_model_index.json")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What a person allows a model to bring along: `pickle` weights, `code` of its own."""
+
+    pickle: bool = False
+    code: bool = False
+
+
+@dataclass(frozen=True)
+class Model:
+    """A pipeline folder that may be loaded. `name` is what the person wrote."""
+
+    name: str
+    folder: Path
+
+    @cached_property
+    def modular(self) -> bool:
+        """Whether the folder holds a modular pipeline only."""
+        return not (self.folder / INDEXES[0]).is_file()
+
+    @cached_property
+    def index(self) -> dict[str, Any]:
+        """The pipeline's index: its class and what each component is."""
+        return _read_json(self.folder / INDEXES[1 if self.modular else 0])
+
+    @cached_property
+    def components(self) -> dict[str, tuple[str, str]]:
+        """Library and class of every component that the index names."""
+        return {
+            name: (str(value[0]), str(value[1]))
+            for name, value in self.index.items()
+            if not name.startswith("_") and isinstance(value, list) and all(value[:2])
+        }
+
+    @cached_property
+    def variant(self) -> str | None:
+        """`fp16` where a component's weights come in that variant only, else None."""
+        for name in self.components:
+            weights = [path.name for path in (self.folder / name).glob("*.safetensors")]
+            if weights and all(".fp16." in weight for weight in weights):
+                return "fp16"
+        return None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that change when the model does. Configurations are read whole; of a
+        weight file its name, size and three blocks of 64 KiB (start, middle, end), so that 20 GB
+        take milliseconds."""
+        digest = hashlib.sha256()
+        for path in sorted(self.folder.rglob("*")):
+            if path.suffix in (".json", ".safetensors", *PICKLES) and path.is_file():
+                digest.update(path.relative_to(self.folder).as_posix().encode())
+                for block in _sample(path, whole=path.suffix == ".json"):
+                    digest.update(block)
+        return digest.hexdigest()[:16]
+
+
+def resolve(name: str, trust: Trust | None = None) -> Model:
+    """The model that `name` stands for. Raises `BadInput` in one line if there is none, if the
+    folder is no pipeline, or if it needs what `trust` (default: nothing) does not allow.
+
+    >>> resolve("./no/such/folder")
+    Traceback (most recent call last):
+    ...
+    accel.pipelines.errors.BadInput: no such model folder: ./no/such/folder
+    """
+    trust = trust or Trust()
+    model = Model(name, _folder_of(name, trust))
+    _refuse_what_is_no_pipeline(model)
+    if not trust.code:
+        _refuse_code(model)
+    if not trust.pickle:
+        _refuse_pickle(model)
+    return model
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` is looked for on the hub: it reads `owner/name` and is nothing on disk."""
+    hub_like = _HUB_ID.fullmatch(name) is not None and not name.startswith(".")
+    return hub_like and not Path(name).exists()
+
+
+def _folder_of(name: str, trust: Trust) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise BadInput(f"{name} is a file: --model takes a pipeline folder, a hub id or demo")
+    if name == "demo":
+        return _demo_folder()
+    if is_hub_id(name):
+        return _hub_folder(name, trust)
+    raise BadInput(f"no such model folder: {name}")
+
+
+def _demo_folder() -> Path:
+    from accel.pipelines.demo import demo_folder
+
+    try:
+        return demo_folder()
+    except FileNotFoundError as error:
+        raise BadInput(f"{first_line(error)}, or give a folder or hub id as --model") from error
+
+
+def _hub_folder(name: str, trust: Trust) -> Path:
+    """Downloads what the pipeline needs (or finds it in the hub's cache) and returns its folder."""
+    from diffusers import DiffusionPipeline
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()
+    try:
+        try:
+            hf_hub_download(name, INDEXES[0])
+        except LocalEntryNotFoundError:  # no network and not in the cache: no use in asking again
+            raise
+        except EntryNotFoundError:
+            return Path(hf_hub_download(name, INDEXES[1])).parent
+        downloaded = DiffusionPipeline.download(
+            name,
+            use_safetensors=None if trust.pickle else True,
+            trust_remote_code=trust.code,
+        )
+    except Exception as error:  # the hub, its client and diffusers raise a dozen types
+        if "safetensors" in str(error) and not trust.pickle:
+            raise BadInput(_pickle_line(name, "no safetensors weights on the hub")) from error
+        if "trust_remote_code" in str(error):
+            raise BadInput(_code_line(name, "its repository says so")) from error
+        raise BadInput(
+            f"no folder {name} here, and the hub did not give that model: {first_line(error)}"
+        ) from error
+    return Path(downloaded)
+
+
+def _refuse_what_is_no_pipeline(model: Model) -> None:
+    if not any((model.folder / index).is_file() for index in INDEXES):
+        raise BadInput(
+            f"{model.name} is no pipeline: it has neither {INDEXES[0]} nor {INDEXES[1]} "
+            "(a single component or a checkpoint file cannot be run by itself)"
+        )
+    if not isinstance(model.index, dict) or "_class_name" not in model.index:
+        raise BadInput(f"{model.name} is no pipeline: its index names no _class_name")
+
+
+def _refuse_code(model: Model) -> None:
+    if isinstance(model.index["_class_name"], list):
+        raise BadInput(_code_line(model.name, "the pipeline's class is its own"))
+    for name, (library, kind) in model.components.items():
+        if (model.folder / name / f"{library}.py").is_file():
+            raise BadInput(_code_line(model.name, f"{name} is defined in {name}/{library}.py"))
+        config = model.folder / name / "config.json"
+        if kind.startswith("Auto") and config.is_file() and "auto_map" in _read_json(config):
+            raise BadInput(_code_line(model.name, f"{name} names code in {name}/config.json"))
+
+
+def _refuse_pickle(model: Model) -> None:
+    for name in model.components:
+        files = [path.name for path in (model.folder / name).glob("*") if path.is_file()]
+        pickles = [file for file in files if file.endswith(PICKLES) and _is_weight(file)]
+        if pickles and not any(file.endswith(".safetensors") for file in files):
+            raise BadInput(_pickle_line(model.name, f"{name}/{sorted(pickles)[0]}"))
+
+
+def _is_weight(file: str) -> bool:
+    return not file.startswith(("training_args", "optimizer", "scheduler", "rng_state"))
+
+
+def _pickle_line(name: str, where: str) -> str:
+    return (
+        f"{name} needs pickle ({where}): loading it runs any code it holds; "
+        "take safetensors weights, or allow it with --trust-pickle"
+    )
+
+
+def _code_line(name: str, where: str) -> str:
+    return (
+        f"{name} needs code of its own ({where}): read that code, "
+        "then allow it with --trust-remote-code"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path} cannot be read as JSON: {first_line(error)}") from error
+    return content
+
+
+def _sample(path: Path, *, whole: bool) -> Iterable[bytes]:
+    size = path.stat().st_size
+    yield str(size).encode()
+    with path.open("rb") as file:
+        if whole or size <= 3 * _BLOCK:
+            yield file.read()
+            return
+        for start in (0, size // 2, size - _BLOCK):
+            file.seek(start)
+            yield file.read(_BLOCK)
+
+
+def file_fingerprint(path: Path) -> str:
+    """Sixteen hex digits for one weight file (a LoRA), sampled like a folder's."""
+    digest = hashlib.sha256()
+    for block in _sample(path, whole=False):
+        digest.update(block)
+    return digest.hexdigest()[:16]

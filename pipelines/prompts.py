@@ -1,0 +1,64 @@
+"""Prompts from the command line, a file or stdin, and the settings that come of them."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accel.pipelines.errors import BadInput, first_line
+from accel.pipelines.settings import Settings
+
+SEEDS = 2**32
+
+
+def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
+    """The prompts given as arguments, or those in `file`: one a line, `-` is stdin, empty lines are
+    skipped."""
+    if file is None:
+        return list(arguments)
+    if arguments:
+        raise BadInput("prompts come as arguments or from --prompts, not both")
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"--prompts {file}: cannot be read: {first_line(error)}") from error
+    prompts = [line.strip() for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise BadInput(f"--prompts {file}: no prompt in it")
+    return prompts
+
+
+def parse_extra(pairs: Sequence[str]) -> dict[str, Any]:
+    """`NAME=VALUE` pairs; a value is JSON where it can be read so, else text.
+
+    >>> parse_extra(["clip_skip=1", "sigmas=[1.0, 0.5]"])
+    {'clip_skip': 1, 'sigmas': [1.0, 0.5]}
+    """
+    extra: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise BadInput(f"--set {pair}: write it as NAME=VALUE")
+        try:
+            extra[name] = json.loads(value)
+        except ValueError:
+            extra[name] = value
+    return extra
+
+
+def settings_for(
+    base: Settings, prompts: Sequence[str], number: int, seed: int | None
+) -> list[Settings]:
+    """`number` pictures for every prompt, with seeds that count up from `seed` (None: random).
+    Every prompt gets the same seeds, so that prompts can be compared."""
+    first = random.SystemRandom().randrange(SEEDS) if seed is None else seed
+    return [
+        replace(base, prompt=prompt, seed=(first + offset) % SEEDS)
+        for prompt in (prompts or [base.prompt])
+        for offset in range(number)
+    ]

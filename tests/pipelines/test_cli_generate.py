@@ -1,0 +1,228 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageStat
+
+from .conftest import Cli
+
+Folder = Callable[[str], Path]
+SMALL = ("--size", "64", "--steps", "3", "--mode", "off")
+
+
+@pytest.fixture
+def model(saved: Folder) -> tuple[str, ...]:
+    return ("--model", str(saved("sd15")), *SMALL)
+
+
+def _varies(path: Path) -> bool:
+    with Image.open(path) as image:
+        return sum(ImageStat.Stat(image).var) > 0
+
+
+def test_a_prompt_becomes_a_picture(accel_cli: Cli, model: tuple[str, ...], tmp_path: Path) -> None:
+    done = accel_cli("generate", "a red circle", *model, "--seed", "3", "-o", "new/circle.png")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("new/circle.png: 64x64, seed 3, ")
+    assert _varies(tmp_path / "new/circle.png")
+
+
+def test_a_picture_makes_itself_again(accel_cli: Cli, model: tuple[str, ...]) -> None:
+    made = accel_cli(
+        *("generate", "a red circle", *model, "--guidance", "2", "--negative-prompt", "blue"),
+        *("--set", "guidance_rescale=0.5", "-o", "first.png"),
+    )
+    again = accel_cli("generate", "--from", "first.png", "-o", "again.png", "--mode", "off")
+    other = accel_cli(
+        *("generate", "--from", "first.png", "-o", "other.png", "--guidance", "3", "--mode", "off")
+    )
+    assert [made.code, again.code, other.code] == [0, 0, 0]
+    assert again.err == ""
+    first, second, third = (Path(f"{n}.png").read_bytes() for n in ("first", "again", "other"))
+    assert first == second
+    with Image.open("first.png") as one, Image.open("other.png") as two:
+        assert one.tobytes() != two.tobytes()
+    assert third != first
+
+
+def test_a_model_that_changed_since_is_noticed(
+    accel_cli: Cli, model: tuple[str, ...], copied: Folder
+) -> None:
+    accel_cli("generate", "x", *model, "-o", "first.png")
+    folder = copied("sd15")
+    (folder / "scheduler" / "extra.json").write_text("{}", encoding="utf-8")
+    again = accel_cli(
+        *("generate", "--from", "first.png", "--model", folder, "-o", "again.png", "--mode", "off")
+    )
+    assert again.code == 0
+    assert again.complaint.startswith("accel: the picture was made with model ")
+
+
+def test_json_is_all_there_is_on_stdout(accel_cli: Cli, model: tuple[str, ...]) -> None:
+    done = accel_cli(
+        *("generate", "red", "blue", *model, "--number", "2", "--seed", "5"),
+        *("--output", "{prompt}-{seed}.png", "--json"),
+    )
+    result = json.loads(done.out)
+    made = result["pictures"]
+    assert [p["path"] for p in made] == ["red-5.png", "red-6.png", "blue-5.png", "blue-6.png"]
+    assert len({p["sha256"] for p in made}) == 4
+    assert all(_varies(Path(p["path"])) for p in made)
+    assert made[0]["settings"]["guidance"] == 7.5
+    assert made[0]["settings"]["dtype"] == "float32"
+    assert result["made_with"]["scheduler"] == "DDIMScheduler"
+
+
+def test_a_picture_does_not_depend_on_its_neighbours(
+    accel_cli: Cli, model: tuple[str, ...]
+) -> None:
+    accel_cli("generate", "a", "b", *model, "--seed", "1", "-n", "2", "-o", "{prompt}{seed}.png")
+    accel_cli("generate", "b", *model, "--seed", "2", "-o", "alone.png")
+    assert Path("alone.png").read_bytes() == Path("b2.png").read_bytes()
+
+
+def test_prompts_come_from_a_file(accel_cli: Cli, model: tuple[str, ...]) -> None:
+    Path("prompts.txt").write_text("one\ntwo\n", encoding="utf-8")
+    done = accel_cli("generate", "--prompts", "prompts.txt", *model, "-o", "{index}.png")
+    assert done.code == 0
+    assert _varies(Path("0.png")) and _varies(Path("1.png"))
+
+
+@pytest.mark.parametrize("name", ["flux", "zimage", "qwenimage", "sdxl"])
+def test_other_pipelines_are_asked_in_their_own_words(
+    accel_cli: Cli, saved: Folder, name: str
+) -> None:
+    done = accel_cli("generate", "x", "--model", saved(name), *SMALL, "-o", "x.png", "--json")
+    assert done.code == 0, done.err
+    assert _varies(Path("x.png"))
+
+
+def test_guidance_reaches_the_argument_that_guides(accel_cli: Cli, saved: Folder) -> None:
+    for scale in ("1", "6"):
+        done = accel_cli(
+            *("generate", "x", "--model", saved("qwenimage"), *SMALL, "--seed", "1"),
+            *("--guidance", scale, "--negative-prompt", "y", "-o", f"{scale}.png"),
+        )
+        assert done.code == 0, done.err
+    with Image.open("1.png") as weak, Image.open("6.png") as strong:
+        assert weak.tobytes() != strong.tobytes()
+
+
+BAD = {
+    "no such folder": (["--model", "nowhere"], "no such model folder: nowhere"),
+    "no prompt file": (["--prompts", "missing"], "prompts come as arguments or from --prompts"),
+    "no pattern": (["--output", "{x}.png"], "no {x} here"),
+    "one path": (["--number", "2", "-o", "x.png"], "put {index} into the name"),
+    "unwritable": (["--output", "file/x.png"], "cannot write in "),
+    "wrong size": (["--size", "64by64"], "a size is 512 or 768x512"),
+    "indivisible": (["--size", "63"], "have to be divisible by 8 but are 63 and 63"),
+    "no step": (["--steps", "0"], "greater than or equal to 1"),
+    "no such dtype": (["--dtype", "int3"], "choose from auto, float32"),
+    "no such device": (["--device", "abacus"], "--device abacus: no such device"),
+    "another device": (["--device", "meta"], "pipelines run on cpu and cuda"),
+    "no such mode": (["--mode", "warp"], "choose from exact, off"),
+    "no such option": (["--warp"], "No such option"),
+    "no such argument": (["--set", "warp=9"], "StableDiffusionPipeline takes no warp"),
+    "no lora": (["--lora", "missing.safetensors:0.5"], "--lora missing.safetensors: no such file"),
+    "no source": (["--from", "missing.png"], "no picture can be read there"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_line(accel_cli: Cli, model: tuple[str, ...], case: str) -> None:
+    arguments, words = BAD[case]
+    Path("file").write_text("", encoding="utf-8")
+    done = accel_cli("generate", "x", *model, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.complaint
+    assert done.complaint.startswith("accel: ")
+    assert not list(Path().rglob("*.png"))
+
+
+def test_no_prompt_is_one_line(accel_cli: Cli) -> None:
+    done = accel_cli("generate")
+    assert done.code == 2
+    assert done.complaint.startswith("accel: no prompt: ")
+
+
+def test_cuda_where_there_is_none_is_one_line(
+    accel_cli: Cli, model: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = accel_cli("generate", "x", *model, "--device", "cuda")
+    assert done.code == 2
+    assert done.complaint.startswith("accel: --device cuda: torch ")
+
+
+def test_a_folder_that_is_no_pipeline_is_one_line(accel_cli: Cli, saved: Folder) -> None:
+    done = accel_cli("generate", "x", "--model", saved("sd15") / "vae")
+    assert done.code == 2
+    assert "is no pipeline" in done.complaint
+
+
+def test_broken_weights_are_one_line(accel_cli: Cli, copied: Folder) -> None:
+    folder = copied("sd15")
+    (folder / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(b"nothing")
+    done = accel_cli("generate", "x", "--model", folder, *SMALL)
+    assert done.code == 2
+    assert "cannot be loaded: " in done.complaint
+
+
+def test_pickle_weights_load_when_asked_for(
+    accel_cli: Cli, copied: Folder, model: tuple[str, ...]
+) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    folder = copied("sd15")
+    weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    arguments = ("generate", "x", "--model", folder, *SMALL, "--seed", "1", "-o", "pickled.png")
+    refused = accel_cli(*arguments)
+    assert refused.code == 2
+    assert "allow it with --trust-pickle" in refused.complaint
+    assert accel_cli(*arguments, "--trust-pickle").code == 0
+    accel_cli("generate", "x", *model, "--seed", "1", "-o", "plain.png")
+    with Image.open("pickled.png") as one, Image.open("plain.png") as two:
+        assert one.tobytes() == two.tobytes()
+
+
+def test_out_of_memory_says_what_to_lower(
+    accel_cli: Cli, model: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    def full(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nAnd more.")
+
+    monkeypatch.setattr("diffusers.UNet2DConditionModel.forward", full)
+    done = accel_cli("generate", "x", *model)
+    assert done.code == 1
+    assert "Tried to allocate 9 GiB" in done.complaint
+    assert "lower --size" in done.complaint
+
+
+def test_an_unexpected_error_is_one_line_and_a_traceback_with_debug(
+    accel_cli: Cli, model: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise RuntimeError("one\ntwo")
+
+    monkeypatch.setattr("diffusers.UNet2DConditionModel.forward", broken)
+    done = accel_cli("generate", "x", *model)
+    assert done.code == 1
+    assert done.complaint == "accel: RuntimeError: one (--debug shows the traceback)"
+    assert "Traceback" in accel_cli("generate", "x", *model, "--debug").err
+
+
+def test_ctrl_c_ends_quietly(
+    accel_cli: Cli, model: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("diffusers.UNet2DConditionModel.forward", interrupted)
+    done = accel_cli("generate", "x", *model)
+    assert (done.code, done.complaint) == (130, "accel: interrupted")

@@ -1,0 +1,58 @@
+import io
+from pathlib import Path
+
+import pytest
+
+from accel.pipelines.errors import BadInput
+from accel.pipelines.prompts import parse_extra, read_prompts, settings_for
+from accel.pipelines.settings import Settings
+
+
+def test_a_file_holds_one_prompt_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a red circle\n\n  größer  \n", encoding="utf-8")
+    assert read_prompts([], str(file)) == ["a red circle", "größer"]
+
+
+def test_a_dash_is_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    assert read_prompts([], "-") == ["one", "two"]
+
+
+def test_prompts_come_from_one_place(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="not both"):
+        read_prompts(["x"], "-")
+
+
+def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n\n", encoding="utf-8")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(BadInput, match="no prompt in it"):
+        read_prompts([], str(tmp_path / "empty"))
+    with pytest.raises(BadInput, match="cannot be read"):
+        read_prompts([], str(tmp_path / "binary"))
+    with pytest.raises(BadInput, match="cannot be read"):
+        read_prompts([], str(tmp_path / "missing"))
+
+
+def test_every_prompt_gets_the_same_seeds() -> None:
+    made = settings_for(Settings(), ["a", "b"], 2, 5)
+    assert [(s.prompt, s.seed) for s in made] == [("a", 5), ("a", 6), ("b", 5), ("b", 6)]
+
+
+def test_seeds_stay_in_range_and_are_drawn_where_none_is_given() -> None:
+    assert [s.seed for s in settings_for(Settings(), ["a"], 2, 2**32 - 1)] == [2**32 - 1, 0]
+    drawn = {settings_for(Settings(), ["a"], 1, None)[0].seed for _ in range(20)}
+    assert len(drawn) > 1
+
+
+def test_extra_arguments_are_json_where_they_can_be() -> None:
+    pairs = ["a=1", "b=0.5", "c=true", "d=some words", "e=[1, 2]", "f=x=y"]
+    expected = {"a": 1, "b": 0.5, "c": True, "d": "some words", "e": [1, 2], "f": "x=y"}
+    assert parse_extra(pairs) == expected
+
+
+@pytest.mark.parametrize("pair", ["a", "=1", "1a=2", ""])
+def test_a_pair_without_a_name_is_refused(pair: str) -> None:
+    with pytest.raises(BadInput, match="write it as NAME=VALUE"):
+        parse_extra([pair])
