@@ -1,13 +1,16 @@
 """What a segment, a stream and a pool are: a small protocol and its CUDA implementation.
 
-This module knows how one device records and replays work. It does not know what a break, a signature
-or a module is. Tests bring a second implementation, a simulated device, so that the engine's rules are
-checked on machines without a GPU; the engine asks `backend_for` and never names CUDA itself.
+This module knows how one device records and replays work. It does not know what a break, a
+signature or a module is. Tests bring a second implementation, a simulated device, so that the
+engine's rules are checked on machines without a GPU; the engine asks `backend_for` and never names
+CUDA itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -17,13 +20,13 @@ import torch
 
 
 class Segment(Protocol):
-    """A stretch of device work, recorded once between `begin` and `end`, replayed any number of times."""
+    """A stretch of device work: recorded between `begin` and `end`, replayed at will."""
 
     def begin(self) -> None:
         """Starts recording what the current stream is asked to do; nothing runs until `replay`."""
 
     def end(self) -> None:
-        """Closes the recording. Raises what the device reports if the work could not be recorded."""
+        """Closes the recording. Raises what the device reports if it could not record the work."""
 
     def replay(self) -> None:
         """Runs the recorded work on the current stream."""
@@ -43,6 +46,14 @@ class Backend(Protocol):
     """One kind of device: how it records, where its memory is, what it has left."""
 
     device_type: str
+    tensor_types: tuple[type[torch.Tensor], ...]
+    """Classes whose instances are plain device tensors, not subclasses to look inside of."""
+
+    def now(self) -> float:
+        """Host time in seconds, from a clock that only goes forward."""
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """Where `tensor`'s first element lies, in bytes; 0 if it has none."""
 
     def segment(self, pool: Any) -> Segment:
         """A new segment whose memory comes from `pool` (an id from `new_pool`)."""
@@ -75,10 +86,10 @@ class Backend(Protocol):
         """Whether the calling thread's current stream is recording, for anyone."""
 
     def hide_capturing(self) -> AbstractContextManager[Any]:
-        """While open, Python code of the calling thread that asks whether a stream records hears no."""
+        """While open, code of the calling thread that asks whether a stream records hears no."""
 
     def storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
-        """The storage that holds `tensor`'s bytes: identity, address and size of the real memory."""
+        """The storage with `tensor`'s bytes: identity, address and size of the real memory."""
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor over the same memory as `tensor` that does not keep that memory alive."""
@@ -108,7 +119,7 @@ class Backend(Protocol):
         """Sets the state that `rng_state` gave."""
 
     def warm_libraries(self, device: torch.device) -> None:
-        """Makes the math libraries' handles for the current stream: they cannot be made in a recording."""
+        """Makes the math libraries' handles for the current stream: no recording can."""
 
     def clear_workspaces(self) -> None:
         """Drops the math libraries' scratch memory, so that the next recording makes its own."""
@@ -140,14 +151,13 @@ def backend_for(device: torch.device | str) -> Backend | None:
 
 
 class CudaSegment:
-    """One `torch.cuda.CUDAGraph`, recorded in relaxed mode: constants are uploaded on a side stream."""
+    """One `torch.cuda.CUDAGraph`, in relaxed mode: constants are uploaded on a side stream."""
 
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
 
     def begin(self) -> None:
-        torch._C._cuda_clearCublasWorkspaces()
         self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
 
     def end(self) -> None:
@@ -156,7 +166,6 @@ class CudaSegment:
             # that holds a Triton kernel.
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             self._graph.capture_end()
-        torch._C._cuda_clearCublasWorkspaces()
 
     def replay(self) -> None:
         self._graph.replay()
@@ -166,6 +175,11 @@ class CudaBackend:
     """CUDA through torch's own graphs, streams and caching allocator."""
 
     device_type = "cuda"
+    tensor_types: tuple[type[torch.Tensor], ...] = (torch.Tensor, torch.nn.Parameter)
+    now = staticmethod(time.perf_counter)
+    # Called for every tensor of every recorded op: no Python frame of ours in between.
+    address = staticmethod(torch.Tensor.data_ptr)
+    storage = staticmethod(torch.Tensor.untyped_storage)
 
     def segment(self, pool: Any) -> Segment:
         return CudaSegment(pool)
@@ -201,9 +215,6 @@ class CudaBackend:
 
     def hide_capturing(self) -> AbstractContextManager[Any]:
         return _hidden_capture()
-
-    def storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
-        return tensor.untyped_storage()
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         held = tensor.untyped_storage()
@@ -253,23 +264,25 @@ class CudaBackend:
         torch._C._cuda_clearCublasWorkspaces()
 
 
+_hiding = threading.local()
+
+
 @contextlib.contextmanager
 def _hidden_capture() -> Iterator[None]:
     """Answers no to `torch.cuda.is_current_stream_capturing` in this thread (the mask code of
     transformers builds another mask, for another kernel, when it hears yes)."""
-    import threading
-
-    here = threading.get_ident()
-    asked = torch.cuda.is_current_stream_capturing
-
-    def answer() -> bool:
-        return threading.get_ident() != here and asked()
-
-    torch.cuda.is_current_stream_capturing = answer
+    _hiding.depth = getattr(_hiding, "depth", 0) + 1
+    torch.cuda.is_current_stream_capturing = _visible_capture
     try:
         yield
     finally:
-        torch.cuda.is_current_stream_capturing = asked
+        _hiding.depth -= 1
+
+
+def _visible_capture() -> bool:
+    """What torch's own function answers, except in a thread that hides its recording. It stays in
+    place once installed: taking it away would race with recordings of other threads."""
+    return not getattr(_hiding, "depth", 0) and torch._C._cuda_isCurrentStreamCapturing()
 
 
 register_backend("cuda", CudaBackend)

@@ -1,6 +1,6 @@
 """Counters and reasons: what was captured, replayed, broken, declined, and why.
 
-A `PartReport` belongs to one runner (one patched module), a `Report` gathers the parts of a pipeline.
+A `PartReport` belongs to one runner (one patched module), a `Report` gathers a pipeline's parts.
 This module holds facts and prints them; it decides nothing.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class BreakReport:
-    """One place where a recording was interrupted: `where` is a source line, `what` the op or function."""
+    """Where a recording was interrupted: `where` is a source line, `what` the op or function."""
 
     where: str
     what: str
@@ -39,7 +39,7 @@ class GraphReport:
 
 @dataclass
 class PartReport:
-    """What one runner did. Every call of the part is exactly one of `replays`, `captures`, `eager_calls`.
+    """What one runner did. A call is exactly one of `replays`, `captures`, `eager_calls`.
 
     `reasons` counts, in words, why calls ran eagerly.
 
@@ -69,7 +69,7 @@ class PartReport:
 
 @dataclass
 class Report:
-    """What `accel.report(pipe)` returns: one `PartReport` a patched part, and the memory of the graphs.
+    """What `accel.report(pipe)` returns: a `PartReport` a patched part, and the graphs' memory.
 
     `inactive` says why nothing is accelerated here (no CUDA, say), else None. `str(report)` is a
     short text; `report.to_dict()` is plain data for JSON.

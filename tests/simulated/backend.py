@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from tests.simulated import device as devices
 from tests.simulated import tensors
 from tests.simulated.arena import Pool
 from tests.simulated.clock import Clock, Counters, Event
-from tests.simulated.device import Stream, device
+from tests.simulated.device import Stream, card
 from tests.simulated.segment import SimulatedSegment
 from tests.simulated.tensors import arena, quiet
 
@@ -23,6 +22,8 @@ class SimulatedBackend:
     """Records and replays on the simulated device. All instances speak of the same device."""
 
     device_type = tensors.NAME
+    tensor_types: tuple[type[torch.Tensor], ...] = (torch.Tensor, torch.nn.Parameter)
+    address = staticmethod(torch.Tensor.data_ptr)
     _pool_ids = itertools.count(1)
 
     def segment(self, pool: Any) -> SimulatedSegment:
@@ -37,35 +38,35 @@ class SimulatedBackend:
         return Stream(device)
 
     def current_stream(self, device: torch.device) -> Stream:
-        return devices.device.current_stream()
+        return card.current_stream()
 
     @contextmanager
     def on_stream(self, stream: Stream) -> Iterator[Stream]:
-        before = device.current_stream()
-        device.set_current_stream(stream)
+        before = card.current_stream()
+        card.set_current_stream(stream)
         try:
             yield stream
         finally:
-            device.set_current_stream(before)
+            card.set_current_stream(before)
 
     def wait_stream(self, stream: Stream, awaited: Stream) -> None:
         stream.time = max(stream.time, awaited.time)
 
     def record_event(self, stream: Stream) -> Event:
-        return Event(device.clock, max(stream.time, device.clock.host))
+        return Event(card.clock, max(stream.time, card.clock.host))
 
     def wait_event(self, stream: Stream, event: Event) -> None:
         stream.time = max(stream.time, event.time)
 
     def synchronize(self, stream: Stream) -> None:
-        device.synchronize(stream)
+        card.synchronize(stream)
 
     def now(self) -> float:
         """Host seconds by the fake clock."""
-        return device.clock.host
+        return card.clock.host
 
     def is_capturing(self) -> bool:
-        return device.current_stream().segment is not None
+        return card.current_stream().segment is not None
 
     def hide_capturing(self) -> AbstractContextManager[None]:
         return _hidden()
@@ -100,31 +101,31 @@ class SimulatedBackend:
         arena.empty_cache()
 
     def rng_state(self, device: torch.device) -> torch.Tensor:
-        return devices.device.generator.get_state()
+        return card.generator.get_state()
 
     def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
-        devices.device.generator.set_state(state)
+        card.generator.set_state(state)
 
     def warm_libraries(self, device: torch.device) -> None:
-        devices.device.make_handle(devices.device.current_stream())
+        card.make_handle(card.current_stream())
 
     def clear_workspaces(self) -> None:
-        device.drop_workspaces()
+        card.drop_workspaces()
 
     # What only tests use.
 
     @property
     def clock(self) -> Clock:
-        return device.clock
+        return card.clock
 
     @property
     def counters(self) -> Counters:
-        return device.counters
+        return card.counters
 
     @property
     def aborts(self) -> int:
         """Spoilt recordings that were destroyed: each might have ended the process."""
-        return device.aborts
+        return card.aborts
 
     def set_total_memory(self, nbytes: int) -> None:
         """The size of the card, for out-of-memory tests. `reset_device` restores it."""
@@ -137,7 +138,7 @@ class SimulatedBackend:
 
 def reset_device() -> None:
     """A new device as far as pools, failures, clock, counters and random numbers go."""
-    device.reset()
+    card.reset()
 
 
 def python_asks_is_capturing() -> bool:
@@ -148,10 +149,10 @@ def python_asks_is_capturing() -> bool:
 @contextmanager
 def _hidden() -> Iterator[None]:
     here = threading.get_ident()
-    device.hiding[here] += 1
+    card.hiding[here] += 1
     try:
         yield
     finally:
-        device.hiding[here] -= 1
-        if not device.hiding[here]:
-            del device.hiding[here]
+        card.hiding[here] -= 1
+        if not card.hiding[here]:
+            del card.hiding[here]

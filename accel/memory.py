@@ -1,0 +1,175 @@
+"""Pools: one stream, one lock, one last-use event, a graveyard and an anchor; the byte budget.
+
+Knows when recorded work may run, where its memory comes from and when it is given back. Does not
+know what is recorded or why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from accel.backend import Backend, Event, Segment, backend_for
+
+_wreckage: list[Any] = []
+"""Segments whose recording ended in a device error: their destructor can abort the process."""
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def bytes_from(limit: int | str) -> int:
+    """`limit` in bytes; strings are "2GiB", "500 MB" and the like.
+
+    >>> bytes_from("2GiB"), bytes_from(1000)
+    (2147483648, 1000)
+    >>> bytes_from("lots")
+    Traceback (most recent call last):
+    ValueError: memory_limit='lots' is no size: give bytes or a string such as "2GiB"
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", str(limit).lower())
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(
+            f'memory_limit={limit!r} is no size: give bytes or a string such as "2GiB"'
+        )
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+class Tenant(Protocol):
+    """Who records into a pool and must let go of its graphs when the pool starts anew."""
+
+    def forget_graphs(self) -> None:
+        """Drops every graph recorded into the pool's current generation."""
+
+
+class Pool:
+    """Memory and order of a family of graphs: they share it and never run at the same time.
+
+    Any thread may use a pool. Discarded segments wait in the graveyard until the generation ends:
+    destroying one can take a workspace away from the others. An anchor, an empty recording, keeps
+    the pool's id alive while no graph does. `memory_limit` is in bytes or a string such as "2GiB".
+
+    >>> pool = Pool(device)
+    >>> pool.bytes()
+    0
+    """
+
+    def __init__(self, device: torch.device | str, memory_limit: int | str | None = None) -> None:
+        backend = backend_for(device)
+        if backend is None:
+            raise ValueError(f"nothing can be recorded on {device}: graphs need CUDA")
+        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        self.backend: Backend = backend
+        self.lock = threading.RLock()
+        self.stream = backend.new_stream(self.device)
+        self.limit = None if memory_limit is None else bytes_from(memory_limit)
+        self.generation = 0
+        self.tenants: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._side = backend.new_stream(self.device)
+        self._last_use: Event | None = None
+        self._warm: set[int] = set()
+        self._ticks = 0
+        self._open_generation()
+
+    def _open_generation(self) -> None:
+        self.id = self.backend.new_pool()
+        self._graveyard: list[Segment] = []
+        self._anchor: Segment | None = None
+
+    def anchor(self) -> None:
+        """Makes sure that the pool's id outlives its graphs. Call on the pool's stream."""
+        if self._anchor is None:
+            anchor = self.backend.segment(self.id)
+            anchor.begin()
+            anchor.end()
+            self._anchor = anchor
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """The pool's stream as current stream, after all earlier work, its libraries' handles made;
+        what the caller's stream does next waits for it."""
+        caller = self.backend.current_stream(self.device)
+        with self.use():
+            self.backend.wait_stream(self.stream, caller)
+            with self.backend.on_stream(self.stream):
+                self._warm_up()
+                self.anchor()
+                try:
+                    yield
+                finally:
+                    self.backend.wait_stream(caller, self.stream)
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """Exclusive use: the pool's earlier work comes before what the caller's stream gets now."""
+        with self.lock:
+            stream = self.backend.current_stream(self.device)
+            if self._last_use is not None:
+                self.backend.wait_event(stream, self._last_use)
+            try:
+                yield
+            finally:
+                self._last_use = self.backend.record_event(stream)
+
+    @contextlib.contextmanager
+    def upload(self) -> Iterator[None]:
+        """A stream on which constants reach the device although the pool's stream records."""
+        with self.backend.on_stream(self._side):
+            yield
+            self.backend.synchronize(self._side)
+
+    def _warm_up(self) -> None:
+        """Handles cannot be made inside a recording; they belong to a thread and a stream."""
+        if threading.get_ident() not in self._warm:
+            self.backend.warm_libraries(self.device)
+            self._warm.add(threading.get_ident())
+
+    def bury(self, segments: list[Segment]) -> None:
+        """Takes discarded segments: they are destroyed with the generation, not before."""
+        self._graveyard.extend(segments)
+
+    def abandon(self, wreck: Segment) -> None:
+        """After a device error while recording: the id is unusable, so a new generation begins, and
+        the broken segment is held for ever, since destroying it can abort the process."""
+        _wreckage.append((wreck, self._anchor, self._graveyard))
+        self._restart()
+
+    def retire(self) -> None:
+        """Gives all graph memory back to the device: every tenant forgets its graphs."""
+        with self.lock:
+            if self._last_use is not None:
+                self._last_use.synchronize()
+            self._restart()
+            self.backend.empty_cache()
+
+    def _restart(self) -> None:
+        for tenant in list(self.tenants):
+            tenant.forget_graphs()
+        self._open_generation()
+        self.generation += 1
+
+    def tick(self) -> int:
+        """A number that grows with every call, to tell who was used last."""
+        self._ticks += 1
+        return self._ticks
+
+    def make_room(self) -> None:
+        """On a nearly full card the allocator's own cache can be what a recording lacks."""
+        free, total = self.backend.memory(self.device)
+        if free < total // 20:
+            self.backend.empty_cache()
+
+    def bytes(self) -> int:
+        """Device memory that the pool has reserved, in bytes."""
+        return self.backend.pool_bytes(self.id) if self._anchor is not None else 0
+
+    def set_default_limit(self) -> None:
+        """Half of what is free, once: called after the first eager call, when weights are in."""
+        if self.limit is None:
+            free, _ = self.backend.memory(self.device)
+            self.limit = (free + self.backend.reclaimable_bytes(self.device)) // 2

@@ -1,0 +1,341 @@
+"""The op-level recorder: automatic breaks, value guards, outside storages.
+
+While a call is recorded, a dispatch mode sees every op. Most are left alone. One that cannot be
+recorded becomes a break; host data on its way to the device is uploaded beside the recording; what
+recorded work reads and writes outside the recording is noted. This module knows ops and where
+tensors come from; what a break or a segment is, it leaves to graph.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel.graph import Recording, Refused
+from accel.signature import leaves
+
+aten = torch.ops.aten
+
+_UNRECORDABLE_TAGS = {
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+    torch.Tag.cudagraph_unsafe,
+}
+_UNRECORDABLE = {
+    # Tags miss these: they wait for the device, or the shape of their result depends on values.
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+    aten.bincount.default,
+    aten.repeat_interleave.Tensor,
+    aten._linalg_check_errors.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.masked_select.default,
+    aten.nonzero.default,
+    aten.linalg_eig.default,
+    aten.histogram.bin_ct,
+}
+_INDEXING = {
+    aten.index.Tensor,
+    aten._unsafe_index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._unsafe_index_put.default,
+    aten._index_put_impl_.default,
+}
+_COPIES = {aten._to_copy.default, aten.copy_.default, aten.copy.default}
+_LIFTS = {aten.lift_fresh.default, aten.lift.default}
+_FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+
+learned: set[Any] = set()
+"""Ops that a recording failed on: from the next recording on they are breaks."""
+
+
+class Rule(NamedTuple):
+    """What the recorder needs to know of an op, once for all its calls."""
+
+    composite: bool
+    unrecordable: Callable[[Any, Any], bool]
+    writes: tuple[int | str, ...]
+    random: bool
+
+
+def _never(args: Any, kwargs: Any) -> bool:
+    return False
+
+
+def _always(args: Any, kwargs: Any) -> bool:
+    return True
+
+
+def _with_mask(args: Any, kwargs: Any) -> bool:
+    """Indexing by a boolean mask: the number of elements depends on its values."""
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+
+
+def _to_host(args: Any, kwargs: Any) -> bool:
+    device = kwargs.get("device")
+    return (device is not None and device.type == "cpu") or (len(args) > 1 and args[0].is_cpu)
+
+
+def _rule_for(func: Any) -> Rule:
+    if not isinstance(func, torch._ops.OpOverload):
+        return Rule(False, _never, (), False)
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
+    unrecordable = _never
+    if func in _UNRECORDABLE or func in learned or _UNRECORDABLE_TAGS.intersection(func.tags):
+        unrecordable = _always
+    elif func in _INDEXING:
+        unrecordable = _with_mask
+    elif func in _COPIES:
+        unrecordable = _to_host
+    writes = tuple(
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return Rule(composite, unrecordable, writes, torch.Tag.nondeterministic_seeded in func.tags)
+
+
+_rules: dict[Any, Rule] = {}
+
+
+class OpRecorder(TorchDispatchMode):
+    """Sees every op of a recording; open it around the forward, inside `capture`.
+
+    `known` holds device addresses that need no second look: born in this recording, or noted as
+    outside it. Values on the host are constants if this recording made them from Python values,
+    from the call's keyed arguments or from guarded reads.
+    """
+
+    supports_higher_order_operators = True
+    paused = False
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        pool = recording.graph.pool
+        self.recording = recording
+        self._pool, self._backend = pool, pool.backend
+        self._address, self._plain = pool.backend.address, set(pool.backend.tensor_types)
+        self._known: set[int] = set()
+        self._outside: dict[int, str] = {}
+        self._made: dict[int, torch.UntypedStorage] = {}
+        self._host_data = _HostData(self)
+        self.operations = 0
+        recording.observer = self
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled blocks inside the forward stay compiled under this mode."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else torch wraps the handler below, which costs microseconds an op.
+        return False
+
+    def __enter__(self) -> OpRecorder:
+        self._host_data.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._host_data.__exit__(*error)
+        self.recording.graph.operations = self.operations
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        if types and not self._plain.issuperset(types):
+            return NotImplemented
+        rule = _rules.get(func)
+        if rule is None:
+            rule = _rules[func] = _rule_for(func)
+        if rule.composite:
+            with self:
+                return func.decompose(*args, **kwargs)
+        self.operations += 1
+        device, host = self._look_at(args)
+        if kwargs:
+            in_device, in_host = self._look_at(kwargs.values())
+            device, host = device or in_device, host or in_host
+        if host or rule.writes or (device and rule.unrecordable is not _never):
+            return self._run_with_care(func, rule, args, kwargs, device, host)
+        return self._run(func, rule, args, kwargs)
+
+    def _look_at(self, args: Iterable[Any]) -> tuple[bool, bool]:
+        """Whether there are device tensors and host tensors among `args`; notes new ones."""
+        device = host = False
+        known, address = self._known, self._address
+        for x in args:
+            if isinstance(x, torch.Tensor):
+                if address(x) in known:
+                    device = True
+                elif self._is_host(x):
+                    host = True
+                else:
+                    device = True
+            elif type(x) is list or type(x) is tuple:
+                in_device, in_host = self._look_at(x)
+                device, host = device or in_device, host or in_host
+        return device, host
+
+    def _is_host(self, x: torch.Tensor) -> bool:
+        """Notes a tensor that was not met before; True if it lies on the host."""
+        if x.is_cpu:
+            self._meet_host(x)
+            return True
+        if x.device != self._pool.device:
+            raise Refused(f"the forward uses {x.device} beside {self._pool.device}")
+        if x.numel():
+            self._meet(x)
+            self._known.add(self._address(x))
+        return False
+
+    def _meet(self, x: torch.Tensor) -> None:
+        storage = self._backend.storage(x)
+        base = storage.data_ptr()
+        if base in self._outside or base in self._known:
+            return
+        if base in self.recording.weights:
+            self._outside[base] = "a weight"
+        elif base in self.recording.arguments:
+            self._outside[base] = "an argument"
+        elif base not in self._backend.live_blocks(self._pool.id):
+            self._outside[base] = "a tensor that outlives the call"
+            self.recording.held.hold(storage)
+
+    def _meet_host(self, x: torch.Tensor) -> None:
+        base = x.untyped_storage().data_ptr()
+        if base not in self._made and base not in self.recording.arguments and x.numel():
+            self.recording.held.hold_host(x)
+
+    def adopt(self, result: Any) -> None:
+        """Notes host tensors as made by this recording: constants, kept so that their addresses
+        stay theirs."""
+        for x in leaves(result):
+            if isinstance(x, torch.Tensor) and x.is_cpu:
+                storage = x.untyped_storage()
+                self._made[storage.data_ptr()] = storage
+
+    def _run(self, func: Any, rule: Rule, args: Any, kwargs: Any) -> Any:
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as error:
+            if "captur" in str(error):
+                learned.add(func)
+                _rules.pop(func, None)
+            raise
+        for x in (
+            (out,)
+            if isinstance(out, torch.Tensor)
+            else out
+            if isinstance(out, (tuple, list))
+            else ()
+        ):
+            if not isinstance(x, torch.Tensor):
+                continue
+            if not x.is_cpu:
+                self._known.add(self._address(x))
+            elif rule.random:
+                raise Refused(f"{func} draws random numbers on the host")
+            else:
+                self.adopt(x)
+        return out
+
+    def _run_with_care(
+        self, func: Any, rule: Rule, args: Any, kwargs: Any, device: bool, host: bool
+    ) -> Any:
+        if func in _LIFTS and host:
+            self.adopt(args[0])
+            return func(*args, **kwargs)
+        self._note_writes(func, rule, args, kwargs)
+        if device and rule.unrecordable(args, kwargs):
+            return self._break(func, args, kwargs)
+        if host and func in _COPIES and not _to_host(args, kwargs):
+            return self._copy_in(func, args, kwargs, device)
+        if host and device and any(_is_host_array(x) for x in leaves([args, kwargs])):
+            return self._break(func, args, kwargs)
+        if device and kwargs.get("generator") is not None:
+            raise Refused(f"{func} draws from a generator of its own")
+        return self._run(func, rule, args, kwargs)
+
+    def _break(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self.recording.run_break(func, args, kwargs, pure=True)
+
+    def _copy_in(self, func: Any, args: Any, kwargs: Any, device: bool) -> Any:
+        """Host data on its way to the device: uploaded beside the recording, once, and copied in
+        the recording, so that the model may change its copy."""
+        if not device and kwargs.get("device") is None:
+            return self._run(func, _rules[func], args, kwargs)
+        source = args[1] if device else args[0]
+        with self._pool.upload():
+            constant = source.to(self._pool.device) if device else func(*args, **kwargs)
+        self.recording.graph.held.append(constant)
+        if device:
+            return self._run(func, _rules[func], (args[0], constant, *args[2:]), kwargs)
+        return self._run(aten.clone.default, _rules[func], (constant,), {})
+
+    def _note_writes(self, func: Any, rule: Rule, args: Any, kwargs: Any) -> None:
+        for place in rule.writes:
+            written = kwargs.get(place) if isinstance(place, str) else _at(args, place)
+            for x in leaves(written):
+                if isinstance(x, torch.Tensor) and x.numel():
+                    self._note_write(func, x)
+
+    def _note_write(self, func: Any, x: torch.Tensor) -> None:
+        if x.is_cpu:
+            if x.untyped_storage().data_ptr() not in self._made:
+                raise Refused(f"{func} writes a host tensor that outlives the call")
+            return
+        outside = self._outside.get(self._backend.storage(x).data_ptr())
+        if outside == "an argument":
+            raise Refused(f"{func} changes an argument in place")
+        if outside is not None:
+            self.recording.note_effect(x, f"{func} has written {outside}")
+
+
+def _at(args: Any, position: int) -> Any:
+    return args[position] if position < len(args) else None
+
+
+def _is_host_array(x: Any) -> bool:
+    """Host tensors of no dimension are read when an op is launched; others are copied by it."""
+    return isinstance(x, torch.Tensor) and x.is_cpu and x.dim() > 0
+
+
+class _HostData(TorchFunctionMode):
+    """Splits `torch.tensor(data, device=...)`, which no dispatch mode sees, into building on the
+    host and a copy."""
+
+    def __init__(self, recorder: OpRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _FROM_DATA or self._recorder.paused:
+            return func(*args, **kwargs)
+        data = args[1] if func is torch.Tensor.new_tensor else args[0] if args else None
+        device = kwargs.get("device")
+        if func is torch.Tensor.new_tensor and device is None:
+            device = args[0].device
+        if device is None or torch.device(device).type == "cpu" or isinstance(data, torch.Tensor):
+            return func(*args, **kwargs)
+        host = func(*args, **{**kwargs, "device": "cpu"})
+        if isinstance(data, (list, tuple, int, float, complex)):
+            self._recorder.adopt(host)
+        return host.to(device)
