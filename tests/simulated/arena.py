@@ -23,7 +23,7 @@ ADDRESS_SPACE = (1 << 36, 1 << 34, 1 << 32)
 
 
 class AddressSpace:
-    """A reserved range of addresses. Pages cost memory once touched, until their slab is given back."""
+    """A reserved range of addresses. Pages cost memory from first touch until given back."""
 
     def __init__(self) -> None:
         self._map, self.size = _reserve()
@@ -66,7 +66,7 @@ class Death(weakref.ref[Any]):
 
 
 class Pool:
-    """Slabs, and the blocks in them. The device's ordinary heap is one; every graph pool is another."""
+    """Slabs, and the blocks in them. The ordinary heap is one; every graph pool is another."""
 
     def __init__(self, name: str) -> None:
         self.name = name

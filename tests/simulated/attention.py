@@ -1,7 +1,7 @@
 """Scaled dot product attention as the CPU chooses it, so that its bits are the CPU's.
 
-torch asks each device which fused kernel it wants, in C++; a device in Python has no answer there. So
-the question is put to the CPU, and the operator that the CPU would run is called on the device.
+torch asks each device which fused kernel it wants, in C++; a device in Python has no answer there.
+So the question is put to the CPU, and the operator that the CPU would run is called on the device.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ DEVICE_SECONDS_PER_OP = 10e-6
 class Clock:
     """Host time, and the prices of things.
 
-    `op_cost` is what an operation keeps the device busy for, `op_host` what the host spends to issue
-    it, both by the operator's name without overload ("mm"; an unknown name gets the default price).
+    `op_cost` is what an operation keeps the device busy for, `op_host` what the host spends to
+    issue it, both by operator name without overload ("mm"; other names get the default price).
     `replay_host` is what launching a segment costs the host. A replayed operation costs the device
     what it costs in eager, times `replay_factor`.
     """

@@ -1,4 +1,4 @@
-"""The simulated device: its streams, its clock, its random generator and its libraries' scratch memory.
+"""The simulated device: streams, clock, random generator, scratch memory of its libraries.
 
 It is in-order and synchronous: an operation has run when its call returns, and only the fake clock
 says when it would have. It knows nothing of operators or of recordings beyond whose turn it is.
@@ -49,7 +49,7 @@ class _Here(threading.local):
 
 
 class Device:
-    """State of the one simulated device. `tests.simulated.device.device` is it."""
+    """State of the one simulated device. `card` below is it."""
 
     def __init__(self) -> None:
         self.default_stream = Stream(tensors.SIM)
@@ -59,7 +59,7 @@ class Device:
         self._here = _Here()
         self.epoch = 0  # counts resets: what died late must not count for the next test
         self.reset()
-        tensors.module.device = self
+        tensors.module.card = self
 
     def reset(self) -> None:
         """Forgets pools, handles, failures, counters and times. Tensors stay what they are."""
@@ -138,4 +138,4 @@ def scribble(address: int) -> None:
     tensors.bytes_at(address, WORKSPACE_BYTES).fill_(SCRIBBLE)
 
 
-device = Device()
+card = Device()

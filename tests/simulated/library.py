@@ -1,8 +1,8 @@
 """Which aten operators the simulated device has, and the ones that are not just a kernel on bytes.
 
-Composite operators are left to torch, so that they fall apart as on any real device. Views are torch's
-own kernels on the device's tensors. Whatever asks the host for a value, or copies between host and
-device, is counted, and refused while the stream records.
+Composite operators are left to torch, so that they fall apart as on any real device. Views are
+torch's own kernels on the device's tensors. Whatever asks the host for a value, or copies between
+host and device, is counted, and refused while the stream records.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.simulated import tensors
+from tests.simulated import autocast, tensors
 from tests.simulated.attention import scaled_dot_product_attention
-from tests.simulated.device import device
+from tests.simulated.device import card
 from tests.simulated.operators import Operator
 from tests.simulated.tensors import CPU_KEY, SIM, host_view
 
@@ -41,7 +41,7 @@ class ValueDependent(Operator):
     """An operator whose output's shape the host must wait for."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        device.read_by_host(device.current_stream(), self.name)
+        card.read_by_host(card.current_stream(), self.name)
         return super().call(args, kwargs)
 
 
@@ -54,7 +54,7 @@ class Indexing(Operator):
         indices = [x for x in args[1] if x is not None]
         masks = [x for x in indices if x.dtype in (torch.bool, torch.uint8)]
         if masks and not _fills(args, masks):
-            device.read_by_host(device.current_stream(), f"{self.name} with a mask")
+            card.read_by_host(card.current_stream(), f"{self.name} with a mask")
         if any(x.is_cpu for x in indices):
             _upload(f"{self.name} with indices of the host")
         return super().call(args, kwargs)
@@ -68,7 +68,7 @@ class Copy(Operator):
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target, source = args[0], args[1]
         if target.is_cpu and source.numel():
-            device.read_by_host(device.current_stream(), "a copy to the host")
+            card.read_by_host(card.current_stream(), "a copy to the host")
         elif source.is_cpu and target.numel():
             _upload("a copy from the host")
         return super().call((target, source), {})
@@ -87,11 +87,12 @@ class ToCopy(Operator):
             return super().call(args, kwargs)
         if destination.type == "meta":
             return self.run(host_view(args[0]), **kwargs, device=destination)
-        stream = device.current_stream()
+        stream = card.current_stream()
         if args[0].numel():
-            device.read_by_host(stream, "a copy to the host")
-        device.issued(stream, self.name)
-        return self.run(host_view(args[0]), **kwargs)
+            card.read_by_host(stream, "a copy to the host")
+        card.issued(stream, self.name)
+        result = self.run(host_view(args[0]), **kwargs)
+        return result if destination.type == "cpu" else result.to(destination)
 
 
 def _fills(args: tuple[Any, ...], masks: list[Tensor]) -> bool:
@@ -102,21 +103,21 @@ def _fills(args: tuple[Any, ...], masks: list[Tensor]) -> bool:
 
 
 def _upload(what: str) -> None:
-    stream = device.current_stream()
+    stream = card.current_stream()
     if stream.segment is not None:
         raise stream.segment.refuse(what)
-    device.counters.uploads += 1
+    card.counters.uploads += 1
 
 
 def _value_of(tensor: Tensor) -> Any:
     with tensors.quiet():
-        device.read_by_host(device.current_stream(), "_local_scalar_dense")
+        card.read_by_host(card.current_stream(), "_local_scalar_dense")
         return aten._local_scalar_dense.default.redispatch(CPU_KEY, host_view(tensor))
 
 
 def _equal(left: Tensor, right: Tensor) -> bool:
     with tensors.quiet():
-        device.read_by_host(device.current_stream(), "equal")
+        card.read_by_host(card.current_stream(), "equal")
         return torch.equal(host_view(left), host_view(right))
 
 
@@ -133,10 +134,10 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Te
 
 
 def _uninitialised(dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
-    stream = device.current_stream()
-    out = tensors.new_tensor(device.pool_of(stream), dtype, size, stride)
+    stream = card.current_stream()
+    out = tensors.new_tensor(card.pool_of(stream), dtype, size, stride)
     if stream.segment is not None:
-        tensors.poison(host_view(out))
+        stream.segment.poison(host_view(out))
     return out
 
 
@@ -147,7 +148,7 @@ def _resize(tensor: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
         needed = like.numel() * like.itemsize
         storage = tensor.untyped_storage()
         if tensor.storage_offset() * like.itemsize + needed > storage.nbytes():
-            pool = device.pool_of(device.current_stream())
+            pool = card.pool_of(card.current_stream())
             old, storage = storage, tensors.new_storage(pool, needed)
             if old.nbytes():
                 kept = tensors.bytes_at(old.data_ptr(), min(old.nbytes(), needed))
@@ -279,4 +280,6 @@ def install() -> list[torch.library.Library]:
         library.impl(name, kernel, "PrivateUse1")
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         library.impl("scaled_dot_product_attention", scaled_dot_product_attention, key)
-    return [library]
+    # Pinned host memory: accepted, and ordinary.
+    library.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
+    return [library, autocast.install(library)]

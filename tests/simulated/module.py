@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class SimModule:
-    """`torch.sim`. `device` is set once the device exists."""
+    """`torch.sim`. `card` is set once the device exists."""
 
-    device: Device
+    card: Device
 
     def is_initialized(self) -> bool:
         return True
@@ -38,19 +38,19 @@ class SimModule:
         return [torch.float16, torch.bfloat16]
 
     def manual_seed(self, seed: int) -> None:
-        self.device.generator.manual_seed(seed)
+        self.card.generator.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
-        self.device.generator.manual_seed(seed)
+        self.card.generator.manual_seed(seed)
 
     def get_rng_state(self, device: Any = NotImplemented) -> torch.Tensor:
-        return self.device.generator.get_state()
+        return self.card.generator.get_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = NotImplemented) -> None:
-        self.device.generator.set_state(state)
+        self.card.generator.set_state(state)
 
     def synchronize(self, device: Any = NotImplemented) -> None:
-        self.device.synchronize(self.device.current_stream())
+        self.card.synchronize(self.card.current_stream())
 
     def empty_cache(self) -> None:
         from tests.simulated.tensors import arena
@@ -59,6 +59,6 @@ class SimModule:
 
     def is_current_stream_capturing(self) -> bool:
         """What a model would ask. Hears no in a thread that hides its recording."""
-        return threading.get_ident() not in self.device.hiding and (
-            self.device.current_stream().segment is not None
+        return threading.get_ident() not in self.card.hiding and (
+            self.card.current_stream().segment is not None
         )

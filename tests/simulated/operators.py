@@ -1,7 +1,7 @@
 """Operators of the simulated device: each runs the CPU's kernel on views over the same bytes.
 
-`Operator` is the general case, for eager work and for recordings. Which operators there are, and the
-few that differ (host reads, copies between devices, factories), is known to `tests.simulated.library`.
+`Operator` is the general case, for eager work and for recordings. Which operators there are, and
+the few that differ (host reads, copies between devices), is known to `tests.simulated.library`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.simulated import tensors
 from tests.simulated.arena import Pool
-from tests.simulated.device import Stream, device, scribble
+from tests.simulated.device import Stream, card, scribble
 from tests.simulated.segment import Step, flat
 from tests.simulated.tensors import CPU, CPU_KEY, arena, host_view
 
@@ -51,12 +51,12 @@ class Operator:
         return self.call(args, kwargs)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stream = device.current_stream()
-        workspace = device.workspace(stream) if self.multiplies else 0
+        stream = card.current_stream()
+        workspace = card.workspace(stream) if self.multiplies else 0
         if stream.segment is not None:
             return self.record(stream, args, kwargs, workspace)
         views, named = self.lower(args), self.lower_named(kwargs)
-        device.issued(stream, self.name)
+        card.issued(stream, self.name)
         if workspace:
             scribble(workspace)
         result = self.run(*views, **named)
@@ -67,45 +67,57 @@ class Operator:
     def record(
         self, stream: Stream, args: tuple[Any, ...], kwargs: dict[str, Any], workspace: int
     ) -> Any:
-        """Notes the operator down. Results get memory and poison, written arguments stay as they are."""
+        """Notes the operator down: results get memory and poison, nothing else is written."""
         segment = stream.segment
         assert segment is not None
         if segment.invalid:
             raise segment.refuse("the recording was spoilt before")
-        if self.draws and kwargs.get("generator") not in (None, device.generator):
+        if self.draws and kwargs.get("generator") not in (None, card.generator):
             raise segment.refuse("a random generator of its own")
         result = None
         if self.makes_new or self._must_size(kwargs):
-            result = self.rehearse(args, kwargs)
+            result, written = self.rehearse(args, kwargs)
             if self.resizes:
-                self.adopt_sizes(kwargs, dict(self._rehearsed_out), segment.pool)
+                self.adopt_sizes(kwargs, written, segment.pool)
         targets: list[Tensor | None] = []
         out = self.raise_up(result, args, kwargs, segment.pool, targets)
         views = [_frozen(x) for x in self.lower(args)]
         named = {key: _frozen(value) for key, value in self.lower_named(kwargs).items()}
         segment.steps.append(Step(self.name, self.run, views, named, targets, workspace))
-        device.counters.recorded += 1
-        device.clock.host += device.clock.host_cost(self.name)
+        card.counters.recorded += 1
+        card.clock.host += card.clock.host_cost(self.name)
         return out
 
-    def rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """What the operator would return: the CPU kernel's shapes and strides, with wrong values.
 
-        Reads the uncomputed memory as it is, but zeros for integers, which may be indices; what the
-        operator writes is written to a copy.
+        And the views that stood for the arguments by name, `out=` among them.
+
+        Reads the uncomputed memory as it is, but zeros for integers, which may be indices, and for
+        probabilities; what the operator writes is written to a copy.
         """
         views = list(self.lower(args))
         named = self.lower_named(kwargs)
         for key in range(len(views)):
-            views[key] = _scratch(views[key], key in self.written.values())
+            views[key] = self._scratch(views[key], key in self.written.values())
         for name in named:
-            named[name] = _scratch(named[name], name in self.written.values())
-        state = device.generator.get_state() if self.draws else None
+            named[name] = self._scratch(named[name], name in self.written.values())
+        state = card.generator.get_state() if self.draws else None
         result = self.run(*views, **named)
         if state is not None:
-            device.generator.set_state(state)
-        self._rehearsed_out = named
-        return result
+            card.generator.set_state(state)
+        return result, named
+
+    def _scratch(self, x: Any, written: bool) -> Any:
+        if isinstance(x, list):
+            return [self._scratch(part, written) for part in x]
+        if not isinstance(x, Tensor) or not tensors.in_arena(x):
+            return x
+        if written:
+            return x.clone()
+        if not self.draws and (x.is_floating_point() or x.is_complex()):
+            return x
+        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=CPU).zero_()
 
     def lower(self, args: tuple[Any, ...]) -> list[Any]:
         return [self._lower(x) for x in args]
@@ -123,8 +135,8 @@ class Operator:
                 return host_view(x)
             if self.host_scalars_only and x.dim() > 0:
                 raise RuntimeError(
-                    "Expected all tensors to be on the same device, but found at least two devices, "
-                    f"sim:0 and cpu! (in {self.overload})"
+                    "Expected all tensors to be on the same device, "
+                    f"but found at least two devices, sim:0 and cpu! (in {self.overload})"
                 )
             return x
         if isinstance(x, (list, tuple)):
@@ -204,7 +216,9 @@ class Operator:
             view.copy_(result)
         else:
             targets.append(view)
-            tensors.poison(view)
+            segment = card.current_stream().segment
+            assert segment is not None
+            segment.poison(view)
         return out
 
 
@@ -250,31 +264,19 @@ def _seeded(overload: Any) -> Callable[..., Any]:
 
     def with_argument(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("generator") is None:
-            kwargs["generator"] = device.generator
+            kwargs["generator"] = card.generator
         return inner(*args, **kwargs)
 
     def with_default(*args: Any, **kwargs: Any) -> Any:
         host = torch.default_generator.get_state()
-        torch.default_generator.set_state(device.generator.get_state())
+        torch.default_generator.set_state(card.generator.get_state())
         try:
             return inner(*args, **kwargs)
         finally:
-            device.generator.set_state(torch.default_generator.get_state())
+            card.generator.set_state(torch.default_generator.get_state())
             torch.default_generator.set_state(host)
 
     return with_argument if takes else with_default
-
-
-def _scratch(x: Any, written: bool) -> Any:
-    if isinstance(x, list):
-        return [_scratch(part, written) for part in x]
-    if not isinstance(x, Tensor) or not tensors.in_arena(x):
-        return x
-    if written:
-        return x.clone()
-    if x.is_floating_point() or x.is_complex():
-        return x
-    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=CPU).zero_()
 
 
 def _frozen(x: Any) -> Any:

@@ -1,7 +1,7 @@
 """A recording: operators with the addresses they work on. Replaying it runs no Python of the model.
 
-Nothing here keeps memory alive: arguments are CPU views over raw addresses. What was freed and handed
-out again in the meantime is read, and overwritten, as a real device would.
+Nothing here keeps memory alive: arguments are CPU views over raw addresses. What was freed and
+handed out again in the meantime is read, and overwritten, as a real device would.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from tests.simulated.arena import Pool
-from tests.simulated.device import CaptureError, Stream, device, scribble
-from tests.simulated.tensors import arena, quiet
+from tests.simulated.device import CaptureError, Stream, card, scribble
+from tests.simulated.tensors import arena, poison, quiet, span
 
 
 class Step:
@@ -60,11 +60,20 @@ class SimulatedSegment:
     def __init__(self, pool_id: Any) -> None:
         self._pool_id = pool_id
         self._stream: Stream | None = None
-        self._epoch = device.epoch
+        self._epoch = card.epoch
         self._recorded = False
         self.pool: Pool
         self.steps: list[Step] = []
         self.invalid = False
+        self._carried: dict[int, int] = {}
+
+    def poison(self, view: torch.Tensor) -> None:
+        """Makes a recorded result unreadable until it is computed. Not where an earlier segment's
+        tensor lay when this one began: what was recorded before may still have to read it."""
+        begin = view.untyped_storage().data_ptr() + view.storage_offset() * view.itemsize
+        end = begin + span(view.size(), view.stride()) * view.itemsize
+        if not any(a < end and begin < a + size for a, size in self._carried.items()):
+            poison(view)
 
     def begin(self) -> None:
         """Starts recording what this thread issues on its current stream.
@@ -72,21 +81,22 @@ class SimulatedSegment:
         Raises RuntimeError where CUDA would: on the default stream, on a stream or in a pool that
         records already, in a pool whose last segment is gone; and forever after that last one.
         """
-        stream = device.current_stream()
+        stream = card.current_stream()
         pool = arena.pools.get(self._pool_id)
         if self.clears_workspaces:
-            device.drop_workspaces()
+            card.drop_workspaces()
         _check_may_record(stream, pool, self._pool_id, self._stream is not None)
         assert pool is not None
         pool.opened, pool.segments = True, pool.segments + 1
         self.pool, self._stream = pool, stream
         pool.recording, stream.segment = True, self
+        self._carried = arena.live_blocks(pool)
 
     def end(self) -> None:
         """Closes the recording. Raises if it was spoilt; its pool cannot record again then."""
         if self._stream is None or self._stream.segment is not self:
             raise RuntimeError("end() without a recording")
-        if device.current_stream() is not self._stream:
+        if card.current_stream() is not self._stream:
             raise RuntimeError("a recording must end on the stream it began on")
         self._stream.segment = None
         if self.invalid:
@@ -94,13 +104,13 @@ class SimulatedSegment:
         self.pool.recording = False
         self._recorded = True
         if self.clears_workspaces:
-            device.drop_workspaces()
+            card.drop_workspaces()
 
     def replay(self) -> None:
         """Runs the recorded operators on the current stream."""
         if not self._recorded:
             raise RuntimeError("replay() of a segment that holds no finished recording")
-        stream, clock = device.current_stream(), device.clock
+        stream, clock = card.current_stream(), card.clock
         if stream.segment is not None:
             raise stream.segment.refuse("the replay of another segment")
         clock.host += clock.replay_host
@@ -109,8 +119,8 @@ class SimulatedSegment:
             for step in self.steps:
                 step.replay()
                 stream.time += clock.cost(step.name) * clock.replay_factor
-        device.counters.replays += 1
-        device.counters.replayed += len(self.steps)
+        card.counters.replays += 1
+        card.counters.replayed += len(self.steps)
 
     def refuse(self, what: str) -> CaptureError:
         """Spoils the recording; the error to raise for it."""
@@ -118,27 +128,27 @@ class SimulatedSegment:
         return CaptureError(f"sim error: operation not permitted when stream is capturing ({what})")
 
     def __del__(self) -> None:
-        if self._stream is None or self._epoch != device.epoch:
+        if self._stream is None or self._epoch != card.epoch:
             return
         if self.invalid:
-            device.aborts += 1
+            card.aborts += 1
         self.pool.segments -= 1
-        device.drop_workspace(self._stream)
+        card.drop_workspace(self._stream)
 
 
 def _check_may_record(stream: Stream, pool: Pool | None, pool_id: Any, used: bool) -> None:
-    if device.broken:
+    if card.broken:
         raise RuntimeError("sim error: the allocator is broken by an earlier INTERNAL ASSERT")
     if used:
         raise RuntimeError("this segment holds a recording already")
     if pool is None:
         raise RuntimeError(f"unknown pool {pool_id!r}")
-    if stream is device.default_stream:
+    if stream is card.default_stream:
         raise RuntimeError("segments must be recorded on a non-default stream")
     if stream.segment is not None:
         raise CaptureError("sim error: operation not permitted when stream is capturing (begin)")
     if pool.recording:
         raise RuntimeError(f"already recording to mempool_id {pool_id!r}")
     if pool.retired:
-        device.broken = True
+        card.broken = True
         raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: the pool's last segment is gone")

@@ -1,8 +1,9 @@
 """Tensors of the simulated device: real torch tensors whose storages lie in the arena.
 
-A tensor of device "sim" is a plain `torch.Tensor` with the dispatch key of a third-party device, over
-a storage at a real host address. So views, autograd, parameters, inference mode and data pointers are
-torch's own. What the operators compute on are CPU tensors over the same bytes, made here too.
+A tensor of device "sim" is a plain `torch.Tensor` with the dispatch key of a third-party device,
+over a storage at a real host address. So views, autograd, parameters, inference mode and data
+pointers are torch's own. What operators compute on are CPU tensors over the same bytes, also made
+here.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def restride(tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Te
 
 
 def new_storage(pool: Pool, nbytes: int) -> torch.UntypedStorage:
-    """A storage that owns a block of `pool`. Empty ones own nothing and have address 0, as on CUDA."""
+    """A storage that owns a block of `pool`; empty ones own nothing, at address 0, as on CUDA."""
     if nbytes == 0:
         return _storage_at(0, SIM, 0)
     address = arena.allocate(pool, nbytes)
