@@ -61,7 +61,7 @@ class Operator:
             scribble(workspace)
         result = self.run(*views, **named)
         if self.resizes:
-            self.adopt_sizes(kwargs, named, arena.heap)
+            self.adopt_sizes(kwargs, named, arena.heap, recording=False)
         return self.raise_up(result, args, kwargs, arena.heap, None)
 
     def record(
@@ -78,7 +78,7 @@ class Operator:
         if self.makes_new or self._must_size(kwargs):
             result, written = self.rehearse(args, kwargs)
             if self.resizes:
-                self.adopt_sizes(kwargs, written, segment.pool)
+                self.adopt_sizes(kwargs, written, segment.pool, recording=True)
         targets: list[Tensor | None] = []
         out = self.raise_up(result, args, kwargs, segment.pool, targets)
         views = [_frozen(x) for x in self.lower(args)]
@@ -154,7 +154,9 @@ class Operator:
             for place in self.written.values()
         )
 
-    def adopt_sizes(self, kwargs: dict[str, Any], named: dict[str, Any], pool: Pool) -> None:
+    def adopt_sizes(
+        self, kwargs: dict[str, Any], named: dict[str, Any], pool: Pool, *, recording: bool
+    ) -> None:
         """Gives `out=` tensors the size that the kernel gave to their views."""
         for place in self.written.values():
             out, view = kwargs.get(str(place)), named.get(str(place))
@@ -165,7 +167,9 @@ class Operator:
             else:
                 storage = out.untyped_storage()
             tensors.restride(out, storage, view)
-            if not tensors.in_arena(view) and view.numel():
+            if recording:
+                tensors.poison(host_view(out))
+            elif not tensors.in_arena(view):
                 host_view(out).copy_(view)
 
     def raise_up(
