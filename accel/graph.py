@@ -120,17 +120,15 @@ class Outputs:
         self._targets.append(buffer)
         return buffer
 
-    def shared(self, returned: Collection[int]) -> bool:
-        """Whether someone else keeps a boundary buffer (a cache that the model fills)."""
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The boundary buffers, without tensors that the break was given."""
         given = {id(x) for x in self._aliases.values()}
-        return any(
-            isinstance(x, torch.Tensor)
-            and not x.is_cpu
-            and id(x) not in given
-            and (storage := self._pool.backend.storage(x)).data_ptr() not in returned
-            and torch._C._storage_Use_Count(storage._cdata) > 2  # our tensor and this handle
+        return [
+            x
             for x in self._targets
-        )
+            if isinstance(x, torch.Tensor) and not x.is_cpu and id(x) not in given
+        ]
 
     def deliver(self, fresh: Any, what: str) -> None:
         """Puts `fresh` where the recording expects it. Raises `GuardMiss` if it does not fit."""
@@ -191,6 +189,13 @@ class Break:
         outputs = Outputs(result, aliases, pool)
         self._args, self._kwargs, self.outputs = args, kwargs, outputs
         return outputs
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every device tensor that this break keeps."""
+        assert self.outputs is not None
+        kept = [*leaves([self._args, self._kwargs]), *self.outputs.buffers]
+        return [x for x in kept if isinstance(x, torch.Tensor) and not x.is_cpu]
 
     def replay(self) -> None:
         """Runs the function and delivers what it returns to the boundary buffers."""

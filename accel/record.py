@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.graph import Recording, Refused
-from accel.signature import leaves
+from accel.signature import leaves, map_tree
 
 aten = torch.ops.aten
 
@@ -60,6 +60,7 @@ class Rule(NamedTuple):
     """What the recorder needs to know of an op, once for all its calls."""
 
     composite: bool
+    lifts: bool
     unrecordable: Callable[[Any, Any], bool]
     writes: tuple[int | str, ...]
     random: bool
@@ -85,23 +86,26 @@ def _to_host(args: Any, kwargs: Any) -> bool:
 
 def _rule_for(func: Any) -> Rule:
     if not isinstance(func, torch._ops.OpOverload):
-        return Rule(False, _never, (), False)
+        return Rule(False, False, _never, (), False)
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), "CompositeImplicitAutograd"
     )
     unrecordable = _never
-    if func in _UNRECORDABLE or func in learned or _UNRECORDABLE_TAGS.intersection(func.tags):
+    if func in learned:
         unrecordable = _always
-    elif func in _INDEXING:
+    elif func in _INDEXING:  # tagged as if every index were a mask
         unrecordable = _with_mask
     elif func in _COPIES:
         unrecordable = _to_host
+    elif func in _UNRECORDABLE or _UNRECORDABLE_TAGS.intersection(func.tags):
+        unrecordable = _always
     writes = tuple(
         argument.name if argument.kwarg_only else position
         for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    return Rule(composite, unrecordable, writes, torch.Tag.nondeterministic_seeded in func.tags)
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    return Rule(composite, func in _LIFTS, unrecordable, writes, random)
 
 
 _rules: dict[Any, Rule] = {}
@@ -165,6 +169,8 @@ class OpRecorder(TorchDispatchMode):
         if rule.composite:
             with self:
                 return func.decompose(*args, **kwargs)
+        if rule.lifts:  # how torch.tensor(data) announces what it built
+            self.adopt(args[0])
         self.operations += 1
         device, host = self._look_at(args)
         if kwargs:
@@ -257,16 +263,13 @@ class OpRecorder(TorchDispatchMode):
     def _run_with_care(
         self, func: Any, rule: Rule, args: Any, kwargs: Any, device: bool, host: bool
     ) -> Any:
-        if func in _LIFTS and host:
-            self.adopt(args[0])
-            return func(*args, **kwargs)
         self._note_writes(func, rule, args, kwargs)
         if device and rule.unrecordable(args, kwargs):
             return self._break(func, args, kwargs)
         if host and func in _COPIES and not _to_host(args, kwargs):
             return self._copy_in(func, args, kwargs, device)
-        if host and device and any(_is_host_array(x) for x in leaves([args, kwargs])):
-            return self._break(func, args, kwargs)
+        if host and device:
+            args, kwargs = map_tree(self._uploaded, args), map_tree(self._uploaded, kwargs)
         if device and kwargs.get("generator") is not None:
             raise Refused(f"{func} draws from a generator of its own")
         return self._run(func, rule, args, kwargs)
@@ -279,13 +282,24 @@ class OpRecorder(TorchDispatchMode):
         the recording, so that the model may change its copy."""
         if not device and kwargs.get("device") is None:
             return self._run(func, _rules[func], args, kwargs)
-        source = args[1] if device else args[0]
-        with self._pool.upload():
-            constant = source.to(self._pool.device) if device else func(*args, **kwargs)
-        self.recording.graph.held.append(constant)
         if device:
-            return self._run(func, _rules[func], (args[0], constant, *args[2:]), kwargs)
+            args = (args[0], self._constant(args[1].to, self._pool.device), *args[2:])
+            return self._run(func, _rules[func], args, kwargs)
+        constant = self._constant(func, *args, **kwargs)
         return self._run(aten.clone.default, _rules[func], (constant,), {})
+
+    def _uploaded(self, x: Any) -> Any:
+        """Host indices among device tensors: an op would copy them itself. Host tensors of no
+        dimension are left alone: they are read when the op is launched."""
+        if not isinstance(x, torch.Tensor) or not x.is_cpu or x.dim() == 0:
+            return x
+        return self._constant(x.to, self._pool.device)
+
+    def _constant(self, upload: Callable[..., torch.Tensor], *args: Any, **kw: Any) -> torch.Tensor:
+        with self._pool.upload():
+            constant = upload(*args, **kw)
+        self.recording.graph.held.append(constant)
+        return constant
 
     def _note_writes(self, func: Any, rule: Rule, args: Any, kwargs: Any) -> None:
         for place in rule.writes:
@@ -308,11 +322,6 @@ class OpRecorder(TorchDispatchMode):
 
 def _at(args: Any, position: int) -> Any:
     return args[position] if position < len(args) else None
-
-
-def _is_host_array(x: Any) -> bool:
-    """Host tensors of no dimension are read when an op is launched; others are copied by it."""
-    return isinstance(x, torch.Tensor) and x.is_cpu and x.dim() > 0
 
 
 class _HostData(TorchFunctionMode):

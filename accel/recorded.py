@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -113,8 +114,20 @@ class Recorded:
         pool = self.graph.pool
         if pool.backend.live_blocks(pool.id) - ours:
             return True
-        breaks = (step for step in self.graph.steps if isinstance(step, Break))
-        return any(step.outputs and step.outputs.shared(ours) for step in breaks)
+        return any(base not in ours for base in self._shared_buffers())
+
+    def _shared_buffers(self) -> Iterator[int]:
+        """Addresses of boundary buffers that someone beside the graph holds."""
+        storage = self.graph.pool.backend.storage
+        breaks = [step for step in self.graph.steps if isinstance(step, Break)]
+        holders = Counter(
+            storage(x).data_ptr() for x in {id(x): x for b in breaks for x in b.tensors}.values()
+        )
+        for buffer in (x for b in breaks if b.outputs for x in b.outputs.buffers):
+            held = storage(buffer)
+            handle = 1  # `held` itself
+            if torch._C._storage_Use_Count(held._cdata) > holders[held.data_ptr()] + handle:
+                yield held.data_ptr()
 
 
 @contextlib.contextmanager

@@ -63,6 +63,8 @@ class Death(weakref.ref[Any]):
     """Tells which block a storage owned when the storage dies."""
 
     __slots__ = ("address", "pool")
+    address: int
+    pool: Pool
 
 
 class Pool:

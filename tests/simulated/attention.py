@@ -6,13 +6,15 @@ So the question is put to the CPU, and the operator that the CPU would run is ca
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from tests.simulated.tensors import host_view, quiet
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def scaled_dot_product_attention(
@@ -42,10 +44,11 @@ def scaled_dot_product_attention(
         shut = torch.full((), float("-inf"), dtype=query.dtype, device=query.device)
         attn_mask = torch.where(attn_mask, 0.0, shut)
     if choice == SDPBackend.FLASH_ATTENTION.value:
-        return aten._scaled_dot_product_flash_attention_for_cpu(
+        out: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )[0]
-    return aten._scaled_dot_product_attention_math(
+        return out
+    result: tuple[Tensor, Tensor] = aten._scaled_dot_product_attention_math(
         query,
         key,
         value,
@@ -55,4 +58,5 @@ def scaled_dot_product_attention(
         None,
         scale=scale,
         enable_gqa=enable_gqa,
-    )[0]
+    )
+    return result[0]

@@ -16,9 +16,25 @@ from tests.simulated.tensors import NAME
 
 aten = torch.ops.aten
 KEY = "AutocastPrivateUse1"
-_LOWER = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
+_LOWER: tuple[str, ...] = (
+    "linear",
+    "matmul",
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "scaled_dot_product_attention",
+)
 _LOWER += ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d.input")
-_FLOAT32 = ("layer_norm", "group_norm", "softmax.int", "log_softmax.int", "exp", "log", "cumsum")
+_FLOAT32: tuple[str, ...] = (
+    "layer_norm",
+    "group_norm",
+    "softmax.int",
+    "log_softmax.int",
+    "exp",
+    "log",
+    "cumsum",
+)
 _FLOAT32 += ("pow.Tensor_Scalar", "mse_loss", "rsqrt")
 
 
@@ -39,7 +55,7 @@ def _overload(name: str) -> Any:
 
 
 def _in(overload: Any, dtype: Callable[[], torch.dtype]) -> Callable[..., Any]:
-    inactive = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    inactive = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(KEY))
 
     def cast_and_call(*args: Any, **kwargs: Any) -> Any:
         wanted = dtype()

@@ -24,6 +24,7 @@ class SimulatedBackend:
     device_type = tensors.NAME
     tensor_types: tuple[type[torch.Tensor], ...] = (torch.Tensor, torch.nn.Parameter)
     address = staticmethod(torch.Tensor.data_ptr)
+    storage = staticmethod(torch.Tensor.untyped_storage)
     _pool_ids = itertools.count(1)
 
     def segment(self, pool: Any) -> SimulatedSegment:
@@ -55,7 +56,7 @@ class SimulatedBackend:
     def record_event(self, stream: Stream) -> Event:
         return Event(card.clock, max(stream.time, card.clock.host))
 
-    def wait_event(self, stream: Stream, event: Event) -> None:
+    def wait_event(self, stream: Stream, event: Any) -> None:
         stream.time = max(stream.time, event.time)
 
     def synchronize(self, stream: Stream) -> None:
@@ -70,9 +71,6 @@ class SimulatedBackend:
 
     def hide_capturing(self) -> AbstractContextManager[None]:
         return _hidden()
-
-    def storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
-        return tensor.untyped_storage()
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         with quiet():

@@ -20,6 +20,7 @@ from tests.simulated.operators import Operator
 from tests.simulated.tensors import CPU_KEY, SIM, host_view
 
 aten = torch.ops.aten
+_set: Any = aten.set_.source_Storage_storage_offset.redispatch
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _FOREIGN = ("sparse", "nested", "quantize", "mkldnn", "cudnn", "miopen", "nnpack", "_copy", "sym_")
 _LEFT_TO_TORCH = {
@@ -159,13 +160,12 @@ def _resize(tensor: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
 
 def _set_storage(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
     count = storage.nbytes() // tensor.dtype.itemsize
-    return aten.set_.source_Storage_storage_offset.redispatch(
-        CPU_KEY, tensor, storage, 0, (count,), (1,)
-    )
+    _set(CPU_KEY, tensor, storage, 0, (count,), (1,))
+    return tensor
 
 
 def _set_tensor(tensor: Tensor, source: Tensor) -> Tensor:
-    return aten.set_.source_Storage_storage_offset.redispatch(
+    _set(
         CPU_KEY,
         tensor,
         source.untyped_storage(),
@@ -173,6 +173,7 @@ def _set_tensor(tensor: Tensor, source: Tensor) -> Tensor:
         source.size(),
         source.stride(),
     )
+    return tensor
 
 
 def _set_nothing(tensor: Tensor) -> Tensor:
@@ -180,7 +181,7 @@ def _set_nothing(tensor: Tensor) -> Tensor:
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    return aten.copy_.default(target, source, non_blocking)
+    return target.copy_(source, non_blocking)
 
 
 def _zeros_that_cost_memory(size: Any, *, dtype: Any = None, **_: Any) -> Tensor:

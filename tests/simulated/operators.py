@@ -248,8 +248,8 @@ def _at(place: int | str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _redispatch(overload: Any) -> Callable[..., Any]:
     """Calls the CPU's kernel straight, or, where a number stands for a tensor, the slower way."""
     inner = overload.redispatch
-    places = [i for i, a in enumerate(overload._schema.arguments) if str(a.type) == "Tensor"][1:]
-    if not places:
+    places = [i for i, a in enumerate(overload._schema.arguments) if str(a.type) == "Tensor"]
+    if len(places) < 2:
         return partial(inner, CPU_KEY)
 
     def run(*args: Any, **kwargs: Any) -> Any:

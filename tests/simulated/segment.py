@@ -53,10 +53,6 @@ def flat(result: Any) -> list[Any]:
 class SimulatedSegment:
     """A stretch of recorded work on one stream, its memory from one pool."""
 
-    # As `accel.backend.CudaSegment` does around each capture, so that scratch memory lies in the
-    # pool. A test may turn it off to see what happens then.
-    clears_workspaces = True
-
     def __init__(self, pool_id: Any) -> None:
         self._pool_id = pool_id
         self._stream: Stream | None = None
@@ -83,8 +79,6 @@ class SimulatedSegment:
         """
         stream = card.current_stream()
         pool = arena.pools.get(self._pool_id)
-        if self.clears_workspaces:
-            card.drop_workspaces()
         _check_may_record(stream, pool, self._pool_id, self._stream is not None)
         assert pool is not None
         pool.opened, pool.segments = True, pool.segments + 1
@@ -103,8 +97,6 @@ class SimulatedSegment:
             raise CaptureError("sim error: operation failed due to a previous error during capture")
         self.pool.recording = False
         self._recorded = True
-        if self.clears_workspaces:
-            card.drop_workspaces()
 
     def replay(self) -> None:
         """Runs the recorded operators on the current stream."""

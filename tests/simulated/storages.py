@@ -7,21 +7,23 @@ are led to the arena here for storages of the device, and left alone for all oth
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from tests.simulated.tensors import CPU, SIM, arena, bytes_at, new_storage, quiet
 
 Storage = torch.UntypedStorage
-_to, _cpu, _clone = Storage.to, Storage.cpu, Storage.clone
+_to: Any = Storage.to
+_cpu: Any = Storage.cpu
+_clone: Any = Storage.clone
 
 
 def install() -> None:
     """Teaches torch's storages about the device."""
-    Storage.to = _to_device  # type: ignore[method-assign]
-    Storage.cpu = _to_host  # type: ignore[method-assign]
-    Storage.clone = _cloned  # type: ignore[method-assign]
+    Storage.to = _to_device  # type: ignore[assignment,method-assign]
+    Storage.cpu = _to_host  # type: ignore[assignment,method-assign]
+    Storage.clone = _cloned  # type: ignore[assignment,method-assign]
 
 
 def _of_sim(storage: Storage) -> bool:
@@ -44,13 +46,13 @@ def _copied(storage: Storage, fresh: Storage) -> Storage:
 
 def _cloned(storage: Storage) -> Storage:
     if not _of_sim(storage):
-        return _clone(storage)
+        return cast(Storage, _clone(storage))
     return _copied(storage, new_storage(arena.heap, storage.nbytes()))
 
 
 def _to_host(storage: Storage) -> Storage:
     if not _of_sim(storage):
-        return _cpu(storage)
+        return cast(Storage, _cpu(storage))
     return _copied(storage, Storage(storage.nbytes(), device="cpu"))
 
 
@@ -59,7 +61,7 @@ def _to_device(storage: Storage, *, device: Any, non_blocking: bool = False) -> 
     if target.type == SIM.type and not _of_sim(storage):
         return _copied(storage, new_storage(arena.heap, storage.nbytes()))
     if target.type == "cpu":
-        return storage.cpu()
+        return _to_host(storage)
     if _of_sim(storage):
         return storage
-    return _to(storage, device=device, non_blocking=non_blocking)
+    return cast(Storage, _to(storage, device=device, non_blocking=non_blocking))

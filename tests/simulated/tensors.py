@@ -30,9 +30,9 @@ TOTAL_BYTES = 8 << 30
 arena = Arena(TOTAL_BYTES)
 _BASE, _END = arena.space.base, arena.space.end
 
-_storage_at = torch._C._construct_storage_from_data_pointer
-_empty = torch._C._acc.create_empty_tensor
-_set = torch.ops.aten.set_.source_Storage_storage_offset.redispatch
+_storage_at: Any = torch._C._construct_storage_from_data_pointer
+_empty: Any = torch._C._acc.create_empty_tensor
+_set: Any = torch.ops.aten.set_.source_Storage_storage_offset.redispatch
 _as_strided = torch.as_strided
 _POISON = {torch.bool: True, torch.uint8: 0x7B, torch.int8: 0x7B, torch.int16: 0x7B7B}
 _POISON |= {torch.int32: 0x7B7B7B7B, torch.int64: 0x7B7B7B7B7B7B7B7B}
@@ -80,7 +80,8 @@ def fenced_host_view(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=CPU)
     bytes_ = _storage_at(storage.data_ptr(), CPU, storage.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=CPU)
-    return _set(CPU_KEY, empty, bytes_, tensor.storage_offset(), tensor.size(), tensor.stride())
+    _set(CPU_KEY, empty, bytes_, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return empty
 
 
 def bytes_at(address: int, nbytes: int) -> torch.Tensor:
@@ -94,10 +95,11 @@ def in_arena(tensor: torch.Tensor) -> bool:
 
 
 def on_storage(
-    storage: torch.UntypedStorage, dtype: torch.dtype, size: Any, stride: Any, offset: int = 0
+    storage: torch.UntypedStorage, dtype: torch.dtype, size: Any, stride: Any, offset: Any = 0
 ) -> torch.Tensor:
     """A tensor of the device over `storage`."""
-    return _set(CPU_KEY, _empty((0,), dtype), storage, offset, size, stride)
+    tensor: torch.Tensor = _set(CPU_KEY, _empty((0,), dtype), storage, offset, size, stride)
+    return tensor
 
 
 def restride(tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Tensor) -> None:
@@ -108,16 +110,17 @@ def restride(tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Te
 def new_storage(pool: Pool, nbytes: int) -> torch.UntypedStorage:
     """A storage that owns a block of `pool`; empty ones own nothing, at address 0, as on CUDA."""
     if nbytes == 0:
-        return _storage_at(0, SIM, 0)
+        return unowned_storage(0, 0)
     address = arena.allocate(pool, nbytes)
-    storage = _storage_at(address, SIM, nbytes)
+    storage = unowned_storage(address, nbytes)
     arena.own(storage, pool, address)
     return storage
 
 
 def unowned_storage(address: int, nbytes: int) -> torch.UntypedStorage:
     """A storage over bytes that it does not keep from being freed."""
-    return _storage_at(address, SIM, nbytes)
+    storage: torch.UntypedStorage = _storage_at(address, SIM, nbytes)
+    return storage
 
 
 def new_tensor(pool: Pool, dtype: torch.dtype, size: Any, stride: Any) -> torch.Tensor:

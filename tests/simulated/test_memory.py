@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.simulated import SimulatedBackend, reset_device
 from tests.simulated.arena import SLAB
-from tests.simulated.segment import SimulatedSegment
 
 Record = Callable[..., tuple[Any, Any]]
 
@@ -148,9 +147,8 @@ def test_an_anchor_segment_keeps_a_pool_usable(backend: Any, pool: Any, stream: 
 
 
 def test_a_scratch_block_that_was_freed_corrupts_whoever_owns_it(
-    sim: torch.device, backend: Any, record: Record, monkeypatch: pytest.MonkeyPatch
+    sim: torch.device, backend: Any, record: Record
 ) -> None:
-    monkeypatch.setattr(SimulatedSegment, "clears_workspaces", False)
     a = torch.ones(4, 4, device=sim)
     segment, y = record(lambda: a @ a)
     segment.replay()
@@ -164,9 +162,8 @@ def test_a_scratch_block_that_was_freed_corrupts_whoever_owns_it(
 
 
 def test_a_dying_segment_takes_its_streams_scratch_memory_along(
-    sim: torch.device, backend: Any, pool: Any, stream: Any, monkeypatch: pytest.MonkeyPatch
+    sim: torch.device, backend: Any, pool: Any, stream: Any
 ) -> None:
-    monkeypatch.setattr(SimulatedSegment, "clears_workspaces", False)
     a = torch.ones(4, 4, device=sim)
     segments = [backend.segment(pool) for _ in range(2)]
     results = []

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.simulated import CaptureError, python_asks_is_capturing
 
@@ -117,8 +118,6 @@ def test_replays_run_no_python_and_need_no_tensor_objects(
 
 
 def test_replays_are_invisible_to_modes(sim: torch.device, record: Record) -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     class Names(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -129,7 +128,7 @@ def test_replays_are_invisible_to_modes(sim: torch.device, record: Record) -> No
     seen: list[Any] = []
     x = torch.ones(4, device=sim)
     segment, y = record(lambda: x + 1)
-    with torch.inference_mode(), Names():
+    with torch.inference_mode(), Names():  # type: ignore[no-untyped-call]
         segment.replay()
     assert not seen
     assert y.tolist() == [2.0] * 4

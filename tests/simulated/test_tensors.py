@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def on_both(sim: torch.device, function: Callable[..., Any], *inputs: Tensor) -> tuple[Any, Any]:
@@ -21,6 +22,11 @@ def on_both(sim: torch.device, function: Callable[..., Any], *inputs: Tensor) ->
     result = function(*(x.to(sim) for x in inputs))
     assert result.device == sim
     return expected, result.cpu()
+
+
+def attend(x: Tensor, mask: list[list[bool]] | None = None) -> Tensor:
+    shut = None if mask is None else torch.tensor(mask, device=x.device)
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=shut)
 
 
 def mask_fill(x: Tensor) -> Tensor:
@@ -59,11 +65,8 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "arithmetic": lambda x: (x * 2.0 + x / 3 - 1).abs().sqrt(),
     "matmul": lambda x: x @ x.T,
     "norms": lambda x: F.layer_norm(x, (8,)) + F.group_norm(x[None], 2)[0],
-    "attention": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, 2, 8)] * 3),
-    "attention with a mask": lambda x: F.scaled_dot_product_attention(
-        *[x.view(1, 2, 2, 8)] * 3,
-        attn_mask=torch.tensor([[True, False], [True, True]]).to(x.device),
-    ),
+    "attention": lambda x: attend(x.view(1, 2, 2, 8)),
+    "attention with a mask": lambda x: attend(x.view(1, 2, 2, 8), [[True, False], [True, True]]),
     "convolution": lambda x: F.conv2d(x.view(1, 2, 4, 4), x.view(2, 2, 2, 4)[..., :2]),
     "channels last": lambda x: x.view(1, 2, 4, 4).to(memory_format=torch.channels_last) + 1,
     "resampling": lambda x: F.interpolate(x.view(1, 2, 4, 4), scale_factor=2.0),
@@ -92,8 +95,6 @@ def test_results_are_the_cpus_bit_for_bit(case: str, sim: torch.device) -> None:
 
 
 def test_a_mode_sees_the_parts_of_composite_operators(sim: torch.device) -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     class Names(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -107,7 +108,7 @@ def test_a_mode_sees_the_parts_of_composite_operators(sim: torch.device) -> None
     seen: list[str] = []
     layer = torch.nn.Linear(8, 8).to(sim)
     x = torch.randn(1, 2, 4, 8, device=sim)
-    with torch.no_grad(), Names():
+    with torch.no_grad(), Names():  # type: ignore[no-untyped-call]
         F.scaled_dot_product_attention(x, x, x)
         layer(x[0, 0])
         F.layer_norm(x, (8,))
