@@ -1,8 +1,8 @@
 """Fixtures that every room's tests share: the devices that the engine is tested on.
 
 A test that takes `device` runs on the simulated device and, where there is one, on a GPU. The
-simulated device is made known to torch at the first test that wants it, after the tests on a GPU: torch
-has a single idea of "the accelerator", and a registered device of a third party takes that place.
+simulated device is made known to torch at the first test that wants it, after the tests on a GPU:
+torch knows one accelerator, and a registered device of a third party takes that place.
 """
 
 from __future__ import annotations
