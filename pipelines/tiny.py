@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from accel.pipelines.tiny_family import Family
 from accel.pipelines.tiny_images import IMAGE_FAMILIES
+from accel.pipelines.tiny_more_images import MORE_IMAGE_FAMILIES
 from accel.pipelines.tiny_recipes import RECIPES
+from accel.pipelines.tiny_videos import VIDEO_FAMILIES
 
-FAMILIES: dict[str, Family] = {**IMAGE_FAMILIES}
+FAMILIES: dict[str, Family] = {**IMAGE_FAMILIES, **MORE_IMAGE_FAMILIES, **VIDEO_FAMILIES}
 """Every tiny denoiser by name; `FAMILIES["flux"].make(seed)` and `.inputs(seed, variant)`."""
 
 # Smallest call that draws a picture; long-prompt encoders are told to stop early.
@@ -26,6 +28,7 @@ CALLS["sd3"]["max_sequence_length"] = 32
 CALLS["pixart"].update(max_sequence_length=32, use_resolution_binning=False)
 CALLS["sana"].update(max_sequence_length=64, use_resolution_binning=False)
 CALLS["zimage"].update(max_sequence_length=64, guidance_scale=0.0)
+CALLS["wan"].update(num_frames=5, height=32, width=32)
 CALLS["qwenimage"].update(true_cfg_scale=4.0, negative_prompt="blurry")
 
 
@@ -37,7 +40,8 @@ def pipeline_names() -> list[str]:
 def pipeline(name: str, seed: int = 0) -> Any:
     """A complete tiny pipeline on the CPU in float32, random weights, tokenizers included.
 
-    `pipe("a red circle", **tiny.CALLS[name])` draws a 64x64 picture in well under a second.
+    `pipe("a red circle", **tiny.CALLS[name])` draws a 64x64 picture (wan: five 32x32 frames)
+    in well under a second.
     Raises ValueError for an unknown name.
     """
     if name not in RECIPES:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accel.pipelines.random_weights import build
+from accel.pipelines.recipe import Part
 from torch import nn
 
 
@@ -48,7 +49,9 @@ class Draw:
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of denoiser, small enough for a test: under a million parameters, float32, CPU.
+    """One kind of denoiser, small enough for a test: about 100,000 parameters, float32, CPU.
+
+    A class that fixes a width itself makes its family larger, up to 4.4 million parameters.
 
     `arguments(draw, variant)` returns the keyword arguments of one forward; variants 0 and 1 differ
     in shape (picture size or prompt length). `time` names the argument that carries the timestep.
@@ -61,19 +64,18 @@ class Family:
 
     def make(self, seed: int = 0) -> nn.Module:
         """The diffusers model with random weights, in eval mode, on the CPU in float32."""
-        import diffusers
-
-        kind = getattr(diffusers, self.kind)
-        return build(lambda: kind(**self.config), "cpu", torch.float32, seed)
+        return build(Part(self.kind, self.config).make, "cpu", torch.float32, seed)
 
     def inputs(self, seed: int = 0, variant: int = 0) -> dict[str, Any]:
-        """Keyword arguments of one forward, `return_dict=False` included; fresh tensors every call.
+        """Keyword arguments of one forward, fresh tensors every call.
+
+        `return_dict` is False, as pipelines pass it, except where a family's pipeline passes True.
 
         Different seeds differ in latents, prompt and timestep, not in shape.
         """
         if variant not in (0, 1):
             raise ValueError(f"{self.kind} has variants 0 and 1, got variant={variant!r}")
-        return {**self.arguments(Draw(seed), variant), "return_dict": False}
+        return {"return_dict": False, **self.arguments(Draw(seed), variant)}
 
 
 def mask(batch: int, length: int, real: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:

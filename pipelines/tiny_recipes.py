@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from accel.pipelines import tiny_images as images
+from accel.pipelines import tiny_videos as videos
 from accel.pipelines.recipe import Part, Recipe
 from accel.pipelines.tokenization import (
     clip_tokenizer,
@@ -115,7 +116,7 @@ def _vae(scaling: float, shift: float | None = None) -> Part:
     return Part("AutoencoderKL", config)
 
 
-def _video_vae(kind: str) -> Part:
+def _video_vae(kind: str, **more: Any) -> Part:
     """The causal 3-D VAE of Wan and Qwen-Image: 4x4 pixels and two frames a latent."""
     config = {
         "base_dim": 8,
@@ -126,7 +127,7 @@ def _video_vae(kind: str) -> Part:
         "latents_mean": [0.0] * 4,
         "latents_std": [1.0] * 4,
     }
-    return Part(kind, config)
+    return Part(kind, {**config, **more})
 
 
 def _sana_vae() -> Part:
@@ -270,6 +271,22 @@ def _pixart() -> Recipe:
     )
 
 
+def _wan() -> Recipe:
+    return Recipe(
+        "WanPipeline",
+        {
+            "text_encoder": _t5("UMT5EncoderModel"),
+            "transformer": Part("WanTransformer3DModel", {**videos.WAN, "rope_max_seq_len": 64}),
+            "vae": _video_vae("AutoencoderKLWan", scale_factor_spatial=4, scale_factor_temporal=2),
+        },
+        Part(
+            "UniPCMultistepScheduler",
+            {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0},
+        ),
+        {"tokenizer": t5_tokenizer},
+    )
+
+
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "sd15": _sd15,
     "sdxl": _sdxl,
@@ -279,4 +296,5 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "qwenimage": _qwenimage,
     "sana": _sana,
     "pixart": _pixart,
+    "wan": _wan,
 }

@@ -1,8 +1,8 @@
 """Published configurations of the zoo's models, and their published parameter counts.
 
 Knows numbers only: what each model's authors put into its `config.json` files, and how many
-parameters they report. Values that equal the library class's defaults are left out, except where the
-number says what the model is.
+parameters they report. Values that equal the library class's defaults are left out, except where
+the number says what the model is.
 """
 
 from __future__ import annotations

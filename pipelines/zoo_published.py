@@ -1,7 +1,7 @@
 """Parameter counts that the zoo's models are published with, and where each figure comes from.
 
-Knows figures and their sources in words. A checkpoint's size in bytes, divided by the bytes a number
-takes, is its parameter count; sources that round (a "12B" in a title) are not used.
+Knows figures and their sources in words. A checkpoint's size in bytes, divided by the bytes a
+number takes, is its parameter count; sources that round (a "12B" in a title) are not used.
 """
 
 from __future__ import annotations

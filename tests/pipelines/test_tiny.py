@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,18 @@ import torch
 from accel.pipelines import tiny
 from accel.pipelines.random_weights import count
 from diffusers import DiffusionPipeline
+
+# The class fixes a width: 2048 behind the glyph encoder, 32 groups in every norm.
+WIDE_BY_CLASS = {"hunyuan_image", "hunyuan_video15", "svd"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """More threads than free cores make tiny models slower, not faster."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -37,14 +50,14 @@ def picture(pipe: Any, name: str, prompt: str = "a red circle", seed: int = 0) -
 
 
 def test_there_are_enough_families() -> None:
-    assert len(tiny.FAMILIES) >= 12
+    assert len(tiny.FAMILIES) >= 50
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_a_family_computes_finite_varying_outputs_that_depend_on_time(name: str) -> None:
     family = tiny.FAMILIES[name]
     model = family.make(seed=0)
-    assert count(model) < 1_000_000
+    assert count(model) < (5_000_000 if name in WIDE_BY_CLASS else 1_000_000)
     shapes = []
     for variant in (0, 1):
         call = family.inputs(seed=1, variant=variant)
@@ -81,7 +94,8 @@ def test_an_unknown_variant_is_named() -> None:
 def test_a_pipeline_draws_a_varying_picture_that_follows_prompt_and_seed(name: str) -> None:
     pipe = tiny.pipeline(name)
     drawn = picture(pipe, name)
-    assert drawn.shape == (64, 64, 3)
+    call = tiny.CALLS[name]
+    assert drawn.shape[-3:] == (call["height"], call["width"], 3)
     assert drawn.std() > 0.02
     assert np.array_equal(drawn, picture(pipe, name))
     assert not np.array_equal(drawn, picture(pipe, name, prompt="a green cat"))
