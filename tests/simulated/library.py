@@ -22,7 +22,7 @@ from tests.simulated.tensors import CPU_KEY, SIM, host_view
 aten = torch.ops.aten
 _set: Any = aten.set_.source_Storage_storage_offset.redispatch
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-_FOREIGN = ("sparse", "nested", "quantize", "mkldnn", "cudnn", "miopen", "nnpack", "_copy", "sym_")
+_FOREIGN = ("sparse", "nested", "quantize", "mkldnn", "cudnn", "miopen", "nnpack", "sym_")
 _LEFT_TO_TORCH = {
     "detach",
     "lift",

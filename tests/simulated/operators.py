@@ -162,14 +162,14 @@ class Operator:
             out, view = kwargs.get(str(place)), named.get(str(place))
             if out is None or view is None or out.shape == view.shape:
                 continue
-            if out.untyped_storage().nbytes() < view.untyped_storage().nbytes():
+            storage = out.untyped_storage()
+            grows = storage.nbytes() < view.untyped_storage().nbytes()
+            if grows:
                 storage = tensors.new_storage(pool, view.untyped_storage().nbytes())
-            else:
-                storage = out.untyped_storage()
             tensors.restride(out, storage, view)
-            if recording:
-                tensors.poison(host_view(out))
-            elif not tensors.in_arena(view):
+            if recording and grows:
+                _poison(host_view(out))
+            elif not recording and not tensors.in_arena(view):
                 host_view(out).copy_(view)
 
     def raise_up(
@@ -220,10 +220,14 @@ class Operator:
             view.copy_(result)
         else:
             targets.append(view)
-            segment = card.current_stream().segment
-            assert segment is not None
-            segment.poison(view)
+            _poison(view)
         return out
+
+
+def _poison(view: Tensor) -> None:
+    segment = card.current_stream().segment
+    assert segment is not None
+    segment.poison(view)
 
 
 def _alias(argument: Any) -> frozenset[str] | None:

@@ -39,6 +39,28 @@ def test_a_replay_follows_its_inputs(sim: torch.device, record: Record) -> None:
         assert torch.equal(y, F.softmax(x @ weight, -1).t())
 
 
+def test_recording_writes_nothing_that_an_earlier_step_reads(
+    sim: torch.device, record: Record
+) -> None:
+    x = torch.ones(100, device=sim)
+    held: list[Tensor] = []
+    first, _ = record(lambda: held.append(x + 1))
+    first.replay()
+
+    def work() -> tuple[Tensor, Tensor]:
+        doubled = held[0] * 2
+        address = held.pop().data_ptr()
+        later = x + 5
+        assert later.data_ptr() == address
+        return doubled, later
+
+    second, (doubled, later) = record(work)
+    assert doubled.isnan().all().item()
+    second.replay()
+    assert doubled.eq(4).all().item()
+    assert later.eq(6).all().item()
+
+
 def test_writes_in_place_wait_for_the_replay(sim: torch.device, record: Record) -> None:
     x, out, source = (torch.ones(4, device=sim) for _ in range(3))
 

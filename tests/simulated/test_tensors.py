@@ -81,6 +81,8 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded strides": lambda x: x[:1].expand(4, 8) * 2,
     "half precision": lambda x: F.silu(x.bfloat16() @ x.bfloat16().T) * 1.5,
     "host scalar": lambda x: x * torch.tensor(2.0),
+    "number first": lambda x: torch.add(1e-6, x, alpha=2.0),
+    "index_copy": lambda x: x.index_copy(0, torch.tensor([2, 0]).to(x.device), x[:2]),
     "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
 }
 
