@@ -24,8 +24,9 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     """
     with init_empty_weights(include_buffers=False):
         module = make()
-    if hasattr(module, "tie_weights"):  # the context gave tied parameters an object each
-        module.tie_weights()
+    tie = getattr(module, "tie_weights", None)
+    if callable(tie):  # the context gave tied parameters an object each
+        tie()
     return module.eval()
 
 

@@ -14,9 +14,15 @@ from accel.pipelines.tiny_family import Family
 from accel.pipelines.tiny_images import IMAGE_FAMILIES
 from accel.pipelines.tiny_more_images import MORE_IMAGE_FAMILIES
 from accel.pipelines.tiny_recipes import RECIPES
+from accel.pipelines.tiny_unets import UNET_FAMILIES
 from accel.pipelines.tiny_videos import VIDEO_FAMILIES
 
-FAMILIES: dict[str, Family] = {**IMAGE_FAMILIES, **MORE_IMAGE_FAMILIES, **VIDEO_FAMILIES}
+FAMILIES: dict[str, Family] = {
+    **IMAGE_FAMILIES,
+    **MORE_IMAGE_FAMILIES,
+    **UNET_FAMILIES,
+    **VIDEO_FAMILIES,
+}
 """Every tiny denoiser by name; `FAMILIES["flux"].make(seed)` and `.inputs(seed, variant)`."""
 
 # Smallest call that draws a picture; long-prompt encoders are told to stop early.

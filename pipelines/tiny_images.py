@@ -1,4 +1,4 @@
-"""Tiny text-to-image denoisers: UNets and transformers, with the arguments their pipelines pass.
+"""Tiny text-to-image transformers, with the arguments their pipelines pass.
 
 Knows each family's smallest sensible configuration and call. It does not know pipelines (see
 `tiny_recipes`), and nothing here is about speed.
@@ -90,25 +90,6 @@ def _sd3(draw: Draw, variant: int) -> dict[str, Any]:
     }
 
 
-def _unet(draw: Draw, variant: int) -> dict[str, Any]:
-    rows, columns = SIZES[variant]
-    return {
-        "sample": draw.normal(2, 4, rows, columns),
-        "timestep": draw.step(),
-        "encoder_hidden_states": draw.normal(2, 7, 32),
-        "timestep_cond": None,
-        "cross_attention_kwargs": None,
-        "added_cond_kwargs": None,
-    }
-
-
-def _sdxl(draw: Draw, variant: int) -> dict[str, Any]:
-    rows, columns = SIZES[variant]
-    sizes = torch.tensor([[8.0 * rows, 8.0 * columns, 0.0, 0.0, 8.0 * rows, 8.0 * columns]])
-    added = {"text_embeds": draw.normal(2, 32), "time_ids": sizes.repeat(2, 1)}
-    return {**_unet(draw, variant), "added_cond_kwargs": added}
-
-
 def _sana(draw: Draw, variant: int) -> dict[str, Any]:
     (rows, columns), length = SIZES[variant], LENGTHS[variant]
     return {
@@ -192,6 +173,34 @@ def _bria(draw: Draw, variant: int) -> dict[str, Any]:
     }
 
 
+def _hunyuan_image(draw: Draw, variant: int) -> dict[str, Any]:
+    (rows, columns), length = SIZES[variant], LENGTHS[variant]
+    return {
+        "hidden_states": draw.normal(1, 4, rows, columns),
+        "timestep": draw.times(1),
+        "timestep_r": None,
+        "guidance": None,
+        "attention_kwargs": None,
+        "encoder_hidden_states": draw.normal(1, length, 32),
+        "encoder_attention_mask": mask(1, length, length - 2),
+        "encoder_hidden_states_2": draw.normal(1, length + 1, 16),
+        "encoder_attention_mask_2": mask(1, length + 1, 4),
+    }
+
+
+def _cogview3(draw: Draw, variant: int) -> dict[str, Any]:
+    (rows, columns), length = SIZES[variant], LENGTHS[variant]
+    size = torch.tensor([[8.0 * rows, 8.0 * columns]]).repeat(2, 1)
+    return {
+        "hidden_states": draw.normal(2, 4, rows, columns),
+        "encoder_hidden_states": draw.normal(2, length, 32),
+        "timestep": draw.times(2),
+        "original_size": size,
+        "target_size": size.clone(),
+        "crop_coords": torch.zeros(2, 2),
+    }
+
+
 FLUX = {
     "patch_size": 1,
     "in_channels": 4,
@@ -237,27 +246,6 @@ SD3 = {
     "pos_embed_max_size": 16,
     "dual_attention_layers": (0,),
     "qk_norm": "rms_norm",
-}
-SD15 = {
-    "sample_size": 8,
-    "block_out_channels": (16, 32),
-    "layers_per_block": 1,
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "cross_attention_dim": 32,
-    "attention_head_dim": 4,
-    "norm_num_groups": 8,
-}
-SDXL = {
-    **SD15,
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "transformer_layers_per_block": (1, 2),
-    "attention_head_dim": (2, 4),
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 8,
-    "projection_class_embeddings_input_dim": 80,
 }
 SANA = {
     "in_channels": 4,
@@ -313,6 +301,30 @@ CHROMA = {
     "approximator_hidden_dim": 32,
     "approximator_layers": 1,
 }
+HUNYUAN_IMAGE = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "num_refiner_layers": 1,
+    "text_embed_dim": 32,
+    "text_embed_2_dim": 16,
+    "rope_axes_dim": (8, 8),
+}
+COGVIEW3 = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "text_embed_dim": 32,
+    "time_embed_dim": 32,
+    "condition_dim": 8,
+    "pos_embed_max_size": 16,
+    "sample_size": 8,
+}
 COGVIEW4 = {
     "in_channels": 4,
     "out_channels": 4,
@@ -340,13 +352,13 @@ IMAGE_FAMILIES: dict[str, Family] = {
     ),
     "zimage": Family("ZImageTransformer2DModel", Z_IMAGE, _z_image, time="t"),
     "sd3": Family("SD3Transformer2DModel", SD3, _sd3),
-    "sd15": Family("UNet2DConditionModel", SD15, _unet),
-    "sdxl": Family("UNet2DConditionModel", SDXL, _sdxl),
     "sana": Family("SanaTransformer2DModel", SANA, _sana),
     "pixart": Family("PixArtTransformer2DModel", PIXART, _pixart),
     "auraflow": Family("AuraFlowTransformer2DModel", AURAFLOW, _auraflow),
     "lumina2": Family("Lumina2Transformer2DModel", LUMINA2, _lumina2),
     "chroma": Family("ChromaTransformer2DModel", CHROMA, _chroma),
     "cogview4": Family("CogView4Transformer2DModel", COGVIEW4, _cogview4),
+    "hunyuan_image": Family("HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, _hunyuan_image),
+    "cogview3": Family("CogView3PlusTransformer2DModel", COGVIEW3, _cogview3),
     "bria": Family("BriaTransformer2DModel", BRIA, _bria),
 }

@@ -120,9 +120,7 @@ def _ideogram4(draw: Draw, variant: int) -> dict[str, Any]:
     padding, text, image = 2, length - 2, rows * columns
     positions = torch.zeros(1, length + image, 3, dtype=torch.int64)
     positions[:, padding:length] = torch.arange(text)[:, None]
-    positions[:, length:] = (
-        grid_ids(rows, columns).long() + 65536
-    )  # apart from the text's positions
+    positions[:, length:] = grid_ids(rows, columns).long() + 65536  # far from the text's
     roles = torch.tensor([0] * padding + [3] * text + [2] * image)[None]
     return {
         "hidden_states": torch.cat([torch.zeros(1, length, 4), draw.normal(1, image, 4)], dim=1),
@@ -199,34 +197,6 @@ def _kandinsky5(draw: Draw, variant: int) -> dict[str, Any]:
     }
 
 
-def _hunyuan_image(draw: Draw, variant: int) -> dict[str, Any]:
-    (rows, columns), length = SIZES[variant], LENGTHS[variant]
-    return {
-        "hidden_states": draw.normal(1, 4, rows, columns),
-        "timestep": draw.times(1),
-        "timestep_r": None,
-        "guidance": None,
-        "attention_kwargs": None,
-        "encoder_hidden_states": draw.normal(1, length, 32),
-        "encoder_attention_mask": mask(1, length, length - 2),
-        "encoder_hidden_states_2": draw.normal(1, length + 1, 16),
-        "encoder_attention_mask_2": mask(1, length + 1, 4),
-    }
-
-
-def _cogview3(draw: Draw, variant: int) -> dict[str, Any]:
-    (rows, columns), length = SIZES[variant], LENGTHS[variant]
-    size = torch.tensor([[8.0 * rows, 8.0 * columns]]).repeat(2, 1)
-    return {
-        "hidden_states": draw.normal(2, 4, rows, columns),
-        "encoder_hidden_states": draw.normal(2, length, 32),
-        "timestep": draw.times(2),
-        "original_size": size,
-        "target_size": size.clone(),
-        "crop_coords": torch.zeros(2, 2),
-    }
-
-
 def _nucleus(draw: Draw, variant: int) -> dict[str, Any]:
     (rows, columns), length = SIZES[variant], LENGTHS[variant]
     return {
@@ -236,6 +206,20 @@ def _nucleus(draw: Draw, variant: int) -> dict[str, Any]:
         "encoder_hidden_states": draw.normal(1, length, 32),
         "img_shapes": [(1, rows, columns)],
         "attention_kwargs": {},
+    }
+
+
+def _flux3(draw: Draw, variant: int) -> dict[str, Any]:
+    (rows, columns), length = SIZES[variant], LENGTHS[variant]
+    text = torch.zeros(length, 4)
+    text[:, 3] = torch.arange(length)
+    return {
+        "hidden_states": draw.normal(1, rows * columns, 4),
+        "encoder_hidden_states": draw.normal(1, length, 32),
+        "timestep": draw.times(1, 1.0),
+        "img_ids": grid_ids(rows, columns, axes=4),
+        "txt_ids": text,
+        "attention_kwargs": None,
     }
 
 
@@ -363,30 +347,6 @@ KANDINSKY5 = {
     "num_visual_blocks": 2,
     "axes_dims": (8, 4, 4),
 }
-HUNYUAN_IMAGE = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "num_refiner_layers": 1,
-    "text_embed_dim": 32,
-    "text_embed_2_dim": 16,
-    "rope_axes_dim": (8, 8),
-}
-COGVIEW3 = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": 2,
-    "text_embed_dim": 32,
-    "time_embed_dim": 32,
-    "condition_dim": 8,
-    "pos_embed_max_size": 16,
-    "sample_size": 8,
-}
 NUCLEUS = {
     "in_channels": 16,
     "out_channels": 4,
@@ -401,12 +361,25 @@ NUCLEUS = {
     "capacity_factors": 2.0,
 }
 
+FLUX3 = {
+    "in_channels": 4,
+    "cond_in_channels": 4,
+    "num_layers": 1,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+    "timestep_channels": 32,
+    "axes_dims_rope": (4, 4, 4, 4),
+}
+
 MORE_IMAGE_FAMILIES: dict[str, Family] = {
     "bria_fibo": Family("BriaFiboTransformer2DModel", BRIA_FIBO, _bria_fibo),
     "bria_fibo2": Family("BriaFibo2Transformer2DModel", BRIA_FIBO2, _bria_fibo2),
     "glm_image": Family("GlmImageTransformer2DModel", GLM_IMAGE, _glm_image),
     # the stock pipeline always hands over a cache object, empty unless pictures are edited
     "glm_image_cached": Family("GlmImageTransformer2DModel", GLM_IMAGE, _glm_image_cached),
+    "flux3": Family("Flux3Transformer2DModel", FLUX3, _flux3),
     "longcat": Family("LongCatImageTransformer2DModel", LONGCAT, _longcat),
     "ovis": Family("OvisImageTransformer2DModel", {**FLUX, "out_channels": 4}, _ovis),
     "hidream": Family("HiDreamImageTransformer2DModel", HIDREAM, _hidream, time="timesteps"),
@@ -417,7 +390,5 @@ MORE_IMAGE_FAMILIES: dict[str, Family] = {
     "prx": Family("PRXTransformer2DModel", PRX, _prx),
     "qwenimage21": Family("QwenImage21Transformer2DModel", QWEN_IMAGE21, _qwen_image21),
     "kandinsky5": Family("Kandinsky5Transformer3DModel", KANDINSKY5, _kandinsky5),
-    "hunyuan_image": Family("HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, _hunyuan_image),
-    "cogview3": Family("CogView3PlusTransformer2DModel", COGVIEW3, _cogview3),
     "nucleus": Family("NucleusMoEImageTransformer2DModel", NUCLEUS, _nucleus),
 }

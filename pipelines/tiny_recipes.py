@@ -1,7 +1,7 @@
 """Tiny complete pipelines: every stage a real one has, small enough to draw a picture in a test.
 
 Knows the smallest configurations of text encoders and VAEs that the stock pipeline classes accept
-and that decode to pictures whose pixels vary. Denoisers are configured in `tiny_images`.
+and that decode to pictures whose pixels vary. Denoisers: see `tiny_images` and its neighbours.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from accel.pipelines import tiny_images as images
+from accel.pipelines import tiny_unets as unets
 from accel.pipelines import tiny_videos as videos
 from accel.pipelines.recipe import Part, Recipe
 from accel.pipelines.tokenization import (
@@ -156,7 +157,7 @@ def _sd15() -> Recipe:
         "StableDiffusionPipeline",
         {
             "text_encoder": _clip(),
-            "unet": Part("UNet2DConditionModel", images.SD15),
+            "unet": Part("UNet2DConditionModel", unets.SD15),
             "vae": _vae(0.18215),
         },
         Part("DDIMScheduler", {**STABLE_DIFFUSION_NOISE, "clip_sample": False}),
@@ -167,7 +168,7 @@ def _sd15() -> Recipe:
 
 def _sdxl() -> Recipe:
     unet = {
-        **images.SDXL,
+        **unets.SDXL,
         "cross_attention_dim": 64,
         "projection_class_embeddings_input_dim": 6 * 8 + 32,
     }

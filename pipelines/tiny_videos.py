@@ -13,7 +13,7 @@ import torch
 from accel.pipelines.random_weights import on_meta
 from accel.pipelines.recipe import Part
 from accel.pipelines.tiny_family import Draw, Family, mask
-from accel.pipelines.tiny_images import LENGTHS, SD15, SIZES
+from accel.pipelines.tiny_images import LENGTHS, SIZES
 
 FRAMES = 2  # latent frames
 
@@ -26,6 +26,12 @@ def _wan(draw: Draw, variant: int) -> dict[str, Any]:
         "encoder_hidden_states": draw.normal(1, 12, 32),
         "attention_kwargs": None,
     }
+
+
+def _wan_ti2v(draw: Draw, variant: int) -> dict[str, Any]:
+    rows, columns = SIZES[variant]
+    tokens = FRAMES * rows // 2 * columns // 2
+    return {**_wan(draw, variant), "timestep": draw.time().repeat(tokens)[None].expand(1, -1)}
 
 
 def _wan_i2v(draw: Draw, variant: int) -> dict[str, Any]:
@@ -221,33 +227,14 @@ def _allegro(draw: Draw, variant: int) -> dict[str, Any]:
     }
 
 
-def _svd(draw: Draw, variant: int) -> dict[str, Any]:
-    rows, columns = SIZES[variant]
-    return {
-        "sample": draw.normal(2, FRAMES, 8, rows, columns),
-        "timestep": draw.time(),
-        "encoder_hidden_states": draw.normal(2, 1, 32),
-        "added_time_ids": torch.tensor([[6.0, 127.0, 0.02]]).repeat(2, 1),
-    }
-
-
-def _animatediff(draw: Draw, variant: int) -> dict[str, Any]:
-    rows, columns = SIZES[variant]
-    return {
-        "sample": draw.normal(2, 4, FRAMES, rows, columns),
-        "timestep": draw.step(),
-        "encoder_hidden_states": draw.normal(2, 7, 32).repeat_interleave(FRAMES, dim=0),
-        "cross_attention_kwargs": None,
-        "added_cond_kwargs": None,
-        "return_dict": True,
-    }
-
-
-WAN = {
+SMALL = {
     "num_attention_heads": 2,
     "attention_head_dim": 16,
     "in_channels": 4,
     "out_channels": 4,
+}
+WAN = {
+    **SMALL,
     "text_dim": 32,
     "freq_dim": 32,
     "ffn_dim": 64,
@@ -257,10 +244,7 @@ WAN = {
 WAN_I2V = {**WAN, "in_channels": 12, "image_dim": 32, "added_kv_proj_dim": 32}
 WAN_VACE = {**WAN, "vace_layers": [0], "vace_in_channels": 8}
 LTX = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
+    **SMALL,
     "cross_attention_dim": 32,
     "num_layers": 2,
     "caption_channels": 32,
@@ -274,10 +258,7 @@ LTX2 = {
     "audio_cross_attention_dim": 32,
 }
 HUNYUAN_VIDEO = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
+    **SMALL,
     "num_layers": 1,
     "num_single_layers": 1,
     "num_refiner_layers": 1,
@@ -299,10 +280,7 @@ HUNYUAN_VIDEO15 = {
     "task_type": "t2v",
 }
 COGVIDEOX = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "in_channels": 4,
-    "out_channels": 4,
+    **SMALL,
     "time_embed_dim": 32,
     "text_embed_dim": 32,
     "num_layers": 2,
@@ -340,10 +318,7 @@ LATTE = {
     "video_length": FRAMES,
 }
 COSMOS = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
+    **SMALL,
     "num_layers": 2,
     "text_embed_dim": 32,
     "adaln_lora_dim": 8,
@@ -351,10 +326,7 @@ COSMOS = {
     "concat_padding_mask": False,  # resizing it would need torchvision, which we do not
 }
 EASYANIMATE = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "in_channels": 4,
-    "out_channels": 4,
+    **SMALL,
     "patch_size": 2,
     "num_layers": 2,
     "mmdit_layers": 1,
@@ -362,10 +334,7 @@ EASYANIMATE = {
     "text_embed_dim": 32,
 }
 SANA_VIDEO = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
+    **SMALL,
     "num_layers": 2,
     "num_cross_attention_heads": 2,
     "cross_attention_head_dim": 16,
@@ -395,30 +364,9 @@ ALLEGRO = {
     "sample_frames": FRAMES,
     "caption_channels": 32,
 }
-SVD = {
-    "in_channels": 8,
-    "out_channels": 4,
-    "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
-    "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-    "block_out_channels": (32, 64),  # its 32-group norms would hide the time in 32 channels
-    "addition_time_embed_dim": 8,
-    "projection_class_embeddings_input_dim": 24,
-    "layers_per_block": 1,
-    "cross_attention_dim": 32,
-    "num_attention_heads": (2, 4),
-    "num_frames": FRAMES,
-}
-ANIMATEDIFF = {
-    **{key: value for key, value in SD15.items() if key != "attention_head_dim"},
-    "down_block_types": ("CrossAttnDownBlockMotion", "DownBlockMotion"),
-    "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion"),
-    "num_attention_heads": 2,
-    "motion_num_attention_heads": 2,
-    "motion_max_seq_length": 4,
-}
-
 VIDEO_FAMILIES: dict[str, Family] = {
     "wan": Family("WanTransformer3DModel", WAN, _wan),
+    "wan_ti2v": Family("WanTransformer3DModel", WAN, _wan_ti2v),  # a timestep for every token
     "wan_i2v": Family("WanTransformer3DModel", WAN_I2V, _wan_i2v),
     "wan_vace": Family("WanVACETransformer3DModel", WAN_VACE, _wan_vace),
     "skyreels": Family("SkyReelsV2Transformer3DModel", WAN, _wan),
@@ -437,6 +385,4 @@ VIDEO_FAMILIES: dict[str, Family] = {
     "sana_video": Family("SanaVideoTransformer3DModel", SANA_VIDEO, _sana_video),
     "motif": Family("MotifVideoTransformer3DModel", MOTIF, _motif),
     "allegro": Family("AllegroTransformer3DModel", ALLEGRO, _allegro),
-    "svd": Family("UNetSpatioTemporalConditionModel", SVD, _svd),
-    "animatediff": Family("UNetMotionModel", ANIMATEDIFF, _animatediff),
 }

@@ -153,7 +153,7 @@ def _train(
     tokenizer: Any, suffix: str = "", letters: list[str] | None = None
 ) -> tuple[list[str], list[tuple[str, str]]]:
     """The tokens, by id, and the merges that byte-pair training on `SENTENCES` gives."""
-    options = {"end_of_word_suffix": suffix} if suffix else {}
+    options: dict[str, Any] = {"end_of_word_suffix": suffix} if suffix else {}
     trainer = trainers.BpeTrainer(
         vocab_size=4096,
         min_frequency=1,

@@ -92,9 +92,8 @@ def build(
     `parts` limits which components are built, e.g. `("transformer",)`; the others are None.
     Raises ValueError for a name or part that does not exist.
     """
-    if isinstance(parts, str):
-        parts = None if parts == "all" else (parts,)
-    return _recipe(name).assemble(device, dtype, seed, parts)
+    chosen = (parts,) if isinstance(parts, str) else tuple(parts)
+    return _recipe(name).assemble(device, dtype, seed, None if chosen == ("all",) else chosen)
 
 
 def parameter_counts(name: str) -> dict[str, int]:
