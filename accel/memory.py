@@ -147,6 +147,12 @@ class Pool:
             self._restart()
             self.backend.empty_cache()
 
+    def close(self) -> None:
+        """Gives the pool up for good: its anchor and its stream's memory go too."""
+        with self.lock:
+            self._anchor = None
+            self.backend.empty_cache()
+
     def _restart(self) -> None:
         for tenant in list(self.tenants):
             tenant.forget_graphs()

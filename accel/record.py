@@ -51,6 +51,7 @@ _INDEXING = {
 _COPIES = {aten._to_copy.default, aten.copy_.default, aten.copy.default}
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+_BY_INDEX = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 learned: set[Any] = set()
 """Ops that a recording failed on: from the next recording on they are breaks."""
@@ -325,8 +326,8 @@ def _at(args: Any, position: int) -> Any:
 
 
 class _HostData(TorchFunctionMode):
-    """Splits `torch.tensor(data, device=...)`, which no dispatch mode sees, into building on the
-    host and a copy."""
+    """Makes visible what no dispatch mode sees: `torch.tensor(data, device=...)`, which becomes
+    building on the host and a copy, and lists as indices."""
 
     def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()
@@ -336,15 +337,27 @@ class _HostData(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _FROM_DATA or self._recorder.paused:
-            return func(*args, **kwargs)
-        data = args[1] if func is torch.Tensor.new_tensor else args[0] if args else None
-        device = kwargs.get("device")
-        if func is torch.Tensor.new_tensor and device is None:
-            device = args[0].device
+        if not self._recorder.paused:
+            if func in _FROM_DATA:
+                return self._split(func, args, kwargs)
+            if func in _BY_INDEX:
+                args = (args[0], self._on_device(args[1], args[0].device), *args[2:])
+        return func(*args, **kwargs)
+
+    def _split(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        of_tensor = func is torch.Tensor.new_tensor
+        data = kwargs.get("data") if len(args) == of_tensor else args[of_tensor]
+        device = kwargs.get("device") or (args[0].device if of_tensor else None)
         if device is None or torch.device(device).type == "cpu" or isinstance(data, torch.Tensor):
             return func(*args, **kwargs)
         host = func(*args, **{**kwargs, "device": "cpu"})
         if isinstance(data, (list, tuple, int, float, complex)):
             self._recorder.adopt(host)
         return host.to(device)
+
+    def _on_device(self, index: Any, device: torch.device) -> Any:
+        if isinstance(index, tuple):
+            return tuple(self._on_device(part, device) for part in index)
+        if isinstance(index, list) and index and all(type(i) in (int, bool) for i in index):
+            return self._split(torch.tensor, (index,), {"device": device})
+        return index

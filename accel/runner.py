@@ -33,6 +33,7 @@ VARIANTS = 4
 """Recordings a signature, and plain values an argument, may have."""
 BARRED_CALLS = 64
 """Calls that a signature over the memory limit waits before it may be recorded again."""
+FIRST_OF_SIGNATURE = "first call of this signature"
 
 _thread = threading.local()
 
@@ -60,8 +61,10 @@ class GraphRunner:
 
     `pool` is shared by the runners of a pipeline. `module` is whose weights are watched. `probe`
     returns a value that a recording depends on beyond arguments and weights: a recording is used
-    only where it is equal. `capture` is "auto" (record what gains) or "always". Counters and
-    reasons are in `report`. Any thread may call. Raises what `function` raises, nothing else.
+    only where it is equal. `veto` says in words why nothing may be recorded just now, or None; it
+    is asked before eager calls and recordings, not before replays. `capture` is "auto" (record what
+    gains) or "always". Counters and reasons are in `report`. Any thread may call. Raises what
+    `function` raises, nothing else.
 
     >>> runner = GraphRunner(lambda x: x * 2 + 1, pool=Pool(device), capture="always")
     >>> x = torch.ones(3, device=device)
@@ -80,11 +83,12 @@ class GraphRunner:
         module: nn.Module | None = None,
         capture: Literal["auto", "always"] = "auto",
         probe: Callable[[], Any] | None = None,
+        veto: Callable[[], str | None] | None = None,
     ) -> None:
         self.function, self.pool, self.capture = function, pool, capture
         self.report = PartReport(name, type(function if module is None else module).__name__)
         self.entries: dict[Any, Entry] = {}
-        self._backend, self._probe = pool.backend, probe
+        self._backend, self._probe, self._veto = pool.backend, probe, veto
         self._guard = None if module is None else WeightGuard(module, pool.backend)
         self._values: dict[Any, list[set[Any]]] = {}
         self._calls = 0
@@ -155,6 +159,8 @@ class GraphRunner:
         self._calls += 1
         if entry.declined is not None or entry.variants:
             return entry.declined
+        if self._veto is not None and (vetoed := self._veto()) is not None:
+            return vetoed
         if entry.barred:
             entry.barred -= 1
             return _over_limit(self.pool)
@@ -162,10 +168,10 @@ class GraphRunner:
             entry.seen += self.capture == "always"
             return "first call of the module"
         entry.seen += 1
-        return "first call of this signature" if entry.seen == 1 else None
+        return FIRST_OF_SIGNATURE if entry.seen == 1 else None
 
     def _first_call(self, entry: Entry, reason: str, call: Any) -> Any:
-        if self.capture == "auto" and entry.seen == 1 and entry.eager_seconds is None:
+        if self.capture == "auto" and reason == FIRST_OF_SIGNATURE:
             self.report.eager(reason)
             return self._timed(entry, call)
         result = self._eager(reason, call)
@@ -280,6 +286,8 @@ class GraphRunner:
 
     def _record(self, entry: Entry, key: Signature, call: Any) -> Any:
         self.pool.make_room()
+        if self._veto is not None and (vetoed := self._veto()) is not None:
+            return self._eager(vetoed, call)
         weights_version, state = self._weights_version(), self._state()
         weights = () if self._guard is None else self._guard.storages
         failure: Exception | None = None

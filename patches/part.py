@@ -1,0 +1,117 @@
+"""One patched module: its method replaced by a runner, made when the module first runs on a device.
+
+Knows a module, the pool family it shares and the options of `patch`. Does not know which parts a
+pipeline has (pipeline.py) nor how recording works (accel.runner).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from accel.backend import backend_for
+from accel.memory import Pool
+from accel.patches.forward import PatchedMethod
+from accel.patches.state import StateProbe
+from accel.reporting import PartReport
+from accel.runner import GraphRunner
+
+Capture = Literal["auto", "always"]
+
+
+@dataclass
+class Options:
+    """What `patch` was told, and the pools, one a device, that its parts share."""
+
+    capture: Capture = "auto"
+    memory_limit: int | str | None = None
+    text_encoder: bool = True
+    vae: bool = True
+    pools: dict[torch.device, Pool] = field(default_factory=dict)
+
+    def pool(self, device: torch.device) -> Pool:
+        """The pool of `device`, made at first use."""
+        if device not in self.pools:
+            self.pools[device] = Pool(device, self.memory_limit)
+        return self.pools[device]
+
+
+class Part:
+    """A module's `method`, patched.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> part = Part("layer", layer, "forward", Options())
+    >>> layer.forward.__name__, layer(torch.zeros(1, 2)).shape
+    ('forward', torch.Size([1, 2]))
+    >>> part.take_off()
+    >>> "forward" in vars(layer)
+    False
+    """
+
+    def __init__(self, name: str, module: nn.Module, method: str, options: Options) -> None:
+        self.name, self.module, self.options = name, module, options
+        self.report = PartReport(name, type(module).__name__)
+        self._probe = StateProbe(module)
+        self._runner: GraphRunner | None = None
+        self._patched = PatchedMethod(module, method, self._call)
+        self._skips_cache = _has_unread_cache(module, self._patched)
+        self._patched.install()
+
+    def set_options(self, options: Options) -> None:
+        """Other options from now on; recordings made under others are given up."""
+        if self._runner is not None:
+            self._runner.forget_graphs()
+        self.options, self._runner = options, None
+
+    def take_off(self) -> None:
+        """Restores the method and gives the recordings up."""
+        self._patched.retire()
+        if self._runner is not None:
+            self._runner.forget_graphs()
+        self._runner = None
+
+    def _call(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._skips_cache and "use_cache" not in kwargs:
+            # A cache that nobody reads costs an upload a layer, and comes back as an opaque object.
+            kwargs["use_cache"] = False
+        runner = self._runner_for(original)
+        if runner is None:
+            self.report.eager("the module is not on a CUDA device")
+            return original(*args, **kwargs)
+        return runner(*args, **kwargs)
+
+    def _runner_for(self, original: Callable[..., Any]) -> GraphRunner | None:
+        device = self.device()
+        if device is None or backend_for(device) is None:
+            return None
+        pool = self.options.pool(device)
+        if self._runner is None or self._runner.pool is not pool:
+            self._runner = GraphRunner(
+                original,
+                pool=pool,
+                name=self.name,
+                module=self.module,
+                capture=self.options.capture,
+                probe=self._probe,
+                veto=self._probe.veto,
+            )
+            self._runner.report = self.report
+        return self._runner
+
+    def device(self) -> torch.device | None:
+        """Where the module's first parameter is; None if it has none."""
+        first = next(self.module.parameters(), None)
+        return None if first is None else first.device
+
+
+def _has_unread_cache(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether this is a language model used as an encoder, which would fill a key/value cache."""
+    configured = getattr(getattr(module, "config", None), "use_cache", None) is not None
+    parameters = inspect.signature(forward).parameters
+    accepts = "use_cache" in parameters or "past_key_values" in parameters
+    return configured and accepts and not type(module).__module__.startswith("diffusers.")

@@ -1,0 +1,124 @@
+"""What a recording of a module depends on beyond arguments and weights, seen from outside.
+
+Looks at what is, not at who changes it: hooks, processors, adapters and their scales, attention
+backends, training flags, every plain attribute of modules that are not torch's own. Knows
+diffusers, PEFT and accelerate only by the names of the attributes that they set.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_DEPTH = 4
+_MOVING_HOOKS = {
+    "group_offloading": "group offloading is on",
+    "lazy_prefetch_group_offloading": "group offloading is on",
+    "layerwise_casting": "layerwise casting is on",
+}
+
+
+class StateProbe:
+    """A module's state as a value to compare: equal means that a recording still holds.
+
+    >>> layer = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    >>> probe = StateProbe(layer)
+    >>> before = probe()
+    >>> _ = layer.eval()
+    >>> probe() == before
+    False
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self) -> Any:
+        module = self._module()
+        if module is None:
+            return None
+        return [_attention_backend(), *(_state_of(m) for m in module.modules())]
+
+    def veto(self) -> str | None:
+        """Why nothing may be recorded just now, in words; None if nothing speaks against it."""
+        module = self._module()
+        if module is None:
+            return "the module is gone"
+        if len(set(getattr(module, "hf_device_map", {}).values())) > 1:
+            return "device_map spreads the module over several devices"
+        for child in module.modules():
+            if (reason := _veto_of(child, child is module)) is not None:
+                return reason
+        return None
+
+
+def _state_of(module: nn.Module) -> tuple[Any, ...]:
+    attributes = module.__dict__
+    hooks = tuple(id(h) for name in _HOOKS for h in attributes[name].values())
+    if type(module).__module__.startswith("torch."):
+        own: Any = attributes.get("forward") and id(attributes["forward"])
+    else:
+        own = tuple((k, _value(v, _DEPTH)) for k, v in attributes.items() if k not in _OF_TORCH)
+    return id(module), module.training, hooks, own
+
+
+def _value(x: Any, depth: int) -> Any:
+    """Plain values and containers by value, all else by identity; attention processors, which
+    carry scales as attributes, by their attributes too."""
+    if isinstance(x, _PLAIN) or depth == 0:
+        return x if isinstance(x, _PLAIN) else id(x)
+    if isinstance(x, (list, tuple)):
+        return tuple(_value(item, depth - 1) for item in x)
+    if isinstance(x, dict):
+        return tuple((key, _value(item, depth - 1)) for key, item in x.items())
+    if isinstance(x, (set, frozenset)):
+        return frozenset(item if isinstance(item, _PLAIN) else id(item) for item in x)
+    if (hooks := _hooks_of_registry(x)) is not None:
+        return hooks
+    if isinstance(x, (torch.Tensor, nn.Module, type)) or not _is_processor(x):
+        return id(x)
+    return id(x), tuple((key, _value(item, depth - 1)) for key, item in vars(x).items())
+
+
+def _is_processor(x: Any) -> bool:
+    return "Processor" in type(x).__name__ and hasattr(x, "__dict__")
+
+
+def _hooks_of_registry(x: Any) -> tuple[Any, ...] | None:
+    """The hooks in a diffusers registry. An empty one, which `cache_context` leaves behind, is as
+    good as none."""
+    hooks = getattr(x, "hooks", None)
+    if type(x).__name__ != "HookRegistry" or not isinstance(hooks, dict):
+        return None
+    return tuple((name, id(hook)) for name, hook in hooks.items())
+
+
+def _veto_of(module: nn.Module, is_root: bool) -> str | None:
+    attributes = module.__dict__
+    hook = attributes.get("_hf_hook")
+    if hook is not None and getattr(hook, "offload", type(hook).__name__ == "CpuOffload"):
+        return "CPU offload moves the weights around every call"
+    for name, registered in getattr(attributes.get("_diffusers_hook"), "hooks", {}).items():
+        if name in _MOVING_HOOKS:
+            return _MOVING_HOOKS[name]
+        if getattr(registered, "_is_stateful", False):
+            return f"a cache ({name}) decides on the host what each step computes"
+    return None
+
+
+def _attention_backend() -> Any:
+    """The process-wide default of diffusers, which its context manager sets too."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    registry = getattr(dispatch, "_AttentionBackendRegistry", None)
+    return getattr(registry, "_active_backend", None)
