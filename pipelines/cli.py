@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
 from accel.pipelines import options
 from accel.pipelines.console import note, print_json
 from accel.pipelines.errors import explained
+from accel.pipelines.models import Trust
 
 INTERRUPTED = 130
 
@@ -109,7 +109,6 @@ def generate(
 ) -> None:
     """Makes pictures from prompts."""
     from accel.pipelines import making
-    from accel.pipelines.models import Trust
     from accel.pipelines.prompts import parse_extra, read_prompts
 
     order = making.Order(
@@ -137,6 +136,134 @@ def generate(
     result = making.fulfil(order)
     if json:
         print_json(result)
+
+
+@app.command()
+def bench(
+    model: options.Subject,
+    prompt: options.Prompt = None,
+    size: options.Size = None,
+    steps: options.Steps = None,
+    guidance: options.Guidance = None,
+    negative_prompt: options.Negative = None,
+    seed: options.Seed = 0,
+    extra: options.Extra = None,
+    dtype: options.Dtype = None,
+    device: options.Device = "auto",
+    lora: options.Loras = None,
+    capture: options.Capture = "auto",
+    repeats: options.Repeats = 5,
+    plot: options.PlotFile = None,
+    output: options.ResultFile = None,
+    trust_pickle: options.TrustPickle = False,
+    trust_remote_code: options.TrustCode = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Times the whole pipeline eager and patched, in turns, and compares the pictures."""
+    from accel.pipelines import studies
+
+    study = studies.Study(
+        model,
+        studies.wishes(prompt, size, steps, guidance, negative_prompt, seed, extra, dtype, lora),
+        device=device,
+        capture=capture,
+        trust=Trust(trust_pickle, trust_remote_code),
+        output=output,
+        json=json,
+        debug=debug,
+    )
+    if not studies.bench(study, repeats=repeats, plot=plot):
+        raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    model: options.Subject,
+    prompt: options.Prompt = None,
+    size: options.Size = None,
+    steps: options.Steps = None,
+    guidance: options.Guidance = None,
+    negative_prompt: options.Negative = None,
+    seed: options.Seed = 0,
+    extra: options.Extra = None,
+    dtype: options.Dtype = None,
+    device: options.Device = "auto",
+    lora: options.Loras = None,
+    capture: options.Capture = "auto",
+    runs: options.Runs = 4,
+    output: options.ResultFile = None,
+    trust_pickle: options.TrustPickle = False,
+    trust_remote_code: options.TrustCode = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Compares the same seed with and without graphs: latents and PNG bytes."""
+    from accel.pipelines import studies
+
+    study = studies.Study(
+        model,
+        studies.wishes(prompt, size, steps, guidance, negative_prompt, seed, extra, dtype, lora),
+        device=device,
+        capture=capture,
+        trust=Trust(trust_pickle, trust_remote_code),
+        output=output,
+        json=json,
+        debug=debug,
+    )
+    if not studies.verify(study, runs=runs):
+        raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    model: options.Subject,
+    prompt: options.Prompt = None,
+    size: options.Size = None,
+    steps: options.Steps = 4,
+    guidance: options.Guidance = None,
+    negative_prompt: options.Negative = None,
+    seed: options.Seed = 0,
+    extra: options.Extra = None,
+    dtype: options.Dtype = None,
+    device: options.Device = "auto",
+    lora: options.Loras = None,
+    capture: options.Capture = "auto",
+    runs: options.Runs = 4,
+    output: options.ResultFile = None,
+    trust_pickle: options.TrustPickle = False,
+    trust_remote_code: options.TrustCode = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Says for every part what was captured, replayed, broken, declined, and why."""
+    from accel.pipelines import studies
+
+    study = studies.Study(
+        model,
+        studies.wishes(prompt, size, steps, guidance, negative_prompt, seed, extra, dtype, lora),
+        device=device,
+        capture=capture,
+        trust=Trust(trust_pickle, trust_remote_code),
+        output=output,
+        json=json,
+        debug=debug,
+    )
+    studies.explain(study, runs=runs)
+
+
+@app.command()
+def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
+    """Says what this machine has, what it lacks, and what was never tested."""
+    from accel.pipelines import doctor as examination
+
+    findings = examination.examine()
+    if json:
+        print_json(examination.to_dict(findings))
+    else:
+        from accel.pipelines.tables import print_doctor
+
+        print_doctor(findings)
 
 
 if __name__ == "__main__":

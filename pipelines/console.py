@@ -12,6 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 OnStep = Callable[[int], None]
+OnPicture = Callable[[str], None]
+
+
+def unheard(what: str) -> None:
+    """For callers that need not hear what runs next."""
 
 
 def print_json(content: Any) -> None:
@@ -61,3 +66,17 @@ def steps_shown(pictures: int, steps: int | None) -> Iterator[Callable[[int], On
             return lambda done: bar.update(task, completed=done)
 
         yield for_picture
+
+
+@contextlib.contextmanager
+def status_shown() -> Iterator[OnPicture]:
+    """A line on stderr with what is going on, replaced by the next; nothing where stderr is no
+    terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield unheard
+        return
+    with console.status("starting") as status:
+        yield status.update

@@ -23,10 +23,16 @@ OnStep = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Take:
-    """One call of a pipeline: its picture and, if asked for, its latents before the VAE."""
+    """One call of a pipeline: its pictures (a video's are its frames) and, if asked for, its
+    latents before the VAE."""
 
-    image: Image
+    images: list[Image]
     latents: torch.Tensor | None = None
+
+    @property
+    def image(self) -> Image:
+        """The first picture."""
+        return self.images[0]
 
 
 def is_modular(pipe: Any) -> bool:
@@ -37,7 +43,8 @@ def is_modular(pipe: Any) -> bool:
 def call_defaults(pipe: Any) -> dict[str, Any]:
     """The arguments that `pipe` takes, with their defaults (None where there is none)."""
     if is_modular(pipe):
-        return dict(pipe.default_call_parameters)
+        inputs = pipe.default_call_parameters
+        return {name: default for name, default in inputs.items() if name is not None}
     parameters = inspect.signature(pipe.__call__).parameters.values()
     return {p.name: None if p.default is p.empty else p.default for p in parameters}
 
@@ -104,21 +111,19 @@ def make(
 
     arguments = call_arguments(pipe, settings)
     witness = _Witness(on_step, latents)
-    if "callback_on_step_end" in call_defaults(pipe):
+    if (on_step or latents) and "callback_on_step_end" in call_defaults(pipe):
         arguments["callback_on_step_end"] = witness
     generator = torch.Generator("cpu").manual_seed(settings.seed)
     if is_modular(pipe):
         made = pipe(**arguments, generator=generator, output=["images", "latents"])
         last = made["latents"] if latents else None
-        return Take(_picture(made["images"], pipe), None if last is None else last.clone())
-    image = _picture(_images(pipe(**arguments, generator=generator), pipe), pipe)
+        return Take(_pictures(made["images"], pipe), None if last is None else last.clone())
+    pictures = _pictures(_made(pipe(**arguments, generator=generator), pipe), pipe)
     if latents and witness.latents is None:
         arguments.pop("callback_on_step_end", None)
         generator = torch.Generator("cpu").manual_seed(settings.seed)
-        witness.latents = _images(
-            pipe(**arguments, generator=generator, output_type="latent"), pipe
-        )
-    return Take(image, witness.latents)
+        witness.latents = _made(pipe(**arguments, generator=generator, output_type="latent"), pipe)
+    return Take(pictures, witness.latents)
 
 
 class _Witness:
@@ -139,17 +144,23 @@ class _Witness:
         return {}
 
 
-def _images(output: Any, pipe: Any) -> Any:
-    if hasattr(output, "images"):
-        return output.images
+def _made(output: Any, pipe: Any) -> Any:
+    for name in ("images", "frames"):
+        if hasattr(output, name):
+            return getattr(output, name)
     made = ", ".join(getattr(output, "keys", lambda: [type(output).__name__])())
     raise BadInput(f"{type(pipe).__name__} makes {made}, not pictures")
 
 
-def _picture(images: Any, pipe: Any) -> Image:
+def _pictures(made: Any, pipe: Any) -> list[Image]:
+    """The pictures among what a pipeline made: a list of them, or a list of lists of frames."""
+    import numpy
     from PIL import Image
 
-    first = images[0] if isinstance(images, list | tuple) and images else images
-    if not isinstance(first, Image.Image):
-        raise AccelError(f"{type(pipe).__name__} returned {type(first).__name__}, not a picture")
-    return first
+    if isinstance(made, list) and made and isinstance(made[0], list):
+        made = made[0]
+    if isinstance(made, numpy.ndarray) and made.ndim == 5:  # videos come as numbers from 0 to 1
+        made = [Image.fromarray((frame * 255).round().astype("uint8")) for frame in made[0]]
+    if not isinstance(made, list) or not made or not isinstance(made[0], Image.Image):
+        raise AccelError(f"{type(pipe).__name__} returned {type(made).__name__}, not pictures")
+    return made

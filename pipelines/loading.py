@@ -100,9 +100,20 @@ def load(
         if is_out_of_memory(error):
             raise explained(error) from error
         raise BadInput(f"{model.name} cannot be loaded: {first_line(error)}") from error
-    pipe.set_progress_bar_config(disable=True)
+    hide_progress(pipe)
     activate(pipe, loras)
     return pipe
+
+
+def hide_progress(pipe: Any) -> None:
+    """Switches off the progress bars of `pipe`; of a modular one those of all its blocks."""
+    pipe.set_progress_bar_config(disable=True)
+    blocks = [getattr(pipe, "_blocks", None)]
+    while blocks:
+        block = blocks.pop()
+        blocks += getattr(block, "sub_blocks", {}).values()
+        if hasattr(block, "set_progress_bar_config"):
+            block.set_progress_bar_config(disable=True)
 
 
 def _load_classic(model: Model, where: Placement, trust: Trust) -> Any:
@@ -129,7 +140,7 @@ def _load_modular(model: Model, where: Placement, trust: Trust) -> Any:
     }
     allowed = None if trust.pickle else True
     pipe.load_components(dtype=where.dtype, use_safetensors=dict.fromkeys(weighty, allowed))
-    missing = [name for name in names if getattr(pipe, name, None) is None]
+    missing = [n for n in names if n in model.components and getattr(pipe, n, None) is None]
     if missing:
         # The library only warns here, and the call fails much later with a riddle.
         raise BadInput(f"{model.name} cannot be loaded: no {', '.join(missing)} (--debug says why)")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel.pipelines import outputs, picture
 from accel.pipelines.console import OnStep, note, stdout_kept_clean, steps_shown
 from accel.pipelines.errors import BadInput
-from accel.pipelines.models import Model, Trust, is_hub_id, resolve
+from accel.pipelines.models import Trust
 from accel.pipelines.prompts import settings_for
 from accel.pipelines.settings import Lora, Settings, parse_size
+
+if TYPE_CHECKING:
+    from accel.pipelines.subjects import Subject
 
 MODES = ("exact", "off")
 
@@ -39,6 +42,15 @@ class Order:
     stdout_is_json: bool = False
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A pipeline ready to make the pictures that are `wanted`."""
+
+    pipe: Any
+    wanted: list[Settings]
+    made_with: dict[str, Any]
+
+
 def fulfil(order: Order) -> dict[str, Any]:
     """Makes and writes the pictures of `order`; returns what was made as plain data."""
     if order.mode not in MODES:
@@ -47,12 +59,11 @@ def fulfil(order: Order) -> dict[str, Any]:
     wanted = settings_for(base, order.prompts, order.number, _seed(order, base))
     paths = outputs.paths_for(order.output, wanted)
     with stdout_kept_clean(order.stdout_is_json):
-        model, pipe, wanted = _prepared(order, base, wanted)
-        here = _made_with(model, pipe)
-        _note_differences(made_with, here)
-        made = [*_write_all(pipe, wanted, paths, here, tell=not order.stdout_is_json)]
-        report = _report(pipe, order.mode)
-    return {"pictures": made, "made_with": here, "mode": order.mode, "report": report}
+        ready = _prepared(order, base, wanted)
+        _note_differences(made_with, ready.made_with)
+        made = [*_write_all(ready, paths, tell=not order.stdout_is_json)]
+        report = _report(ready.pipe, order.mode)
+    return {"pictures": made, "made_with": ready.made_with, "mode": order.mode, "report": report}
 
 
 def _base(order: Order) -> tuple[Settings, dict[str, Any]]:
@@ -77,57 +88,44 @@ def _seed(order: Order, base: Settings) -> int | None:
     return order.seed
 
 
-def _prepared(
-    order: Order, base: Settings, wanted: list[Settings]
-) -> tuple[Model, Any, list[Settings]]:
-    """The model, its patched pipeline, and the settings with their defaults written out."""
-    from accel.pipelines import loading
-    from accel.pipelines.generation import call_arguments, completed
+def _prepared(order: Order, base: Settings, wanted: list[Settings]) -> Prepared:
+    from accel.pipelines import subjects
+    from accel.pipelines.generation import call_defaults
 
-    if not is_hub_id(base.model):
-        resolve(base.model, order.trust)  # a typing mistake is answered before torch is loaded
-    where = loading.placement(order.device, base.dtype)
-    model = resolve(base.model, order.trust)
-    loras = loading.identified(base.loras)
-    if order.quiet:
-        loading.quiet()
-    pipe = loading.load(model, where, trust=order.trust, loras=loras)
-    for settings in wanted:
-        call_arguments(pipe, settings)
-    decided = {"dtype": where.dtype_name, "loras": loras}
-    completed_settings = [completed(pipe, settings.changed(**decided)) for settings in wanted]
+    subject = subjects.load_model(base, order.device, trust=order.trust, quiet=order.quiet)
+    if "num_frames" in call_defaults(subject.pipe):
+        raise BadInput(f"{base.model} makes videos; accel generate makes pictures")
+    chosen = [replace(subject.settings, prompt=s.prompt, seed=s.seed) for s in wanted]
+    pipe = subject.pipe
     if order.mode != "off":
         import accel
 
         pipe = accel.patch(pipe, mode=order.mode)
-    return model, pipe, completed_settings
+    return Prepared(pipe, chosen, _made_with(subject))
 
 
-def _write_all(
-    pipe: Any, wanted: list[Settings], paths: list[Path], here: dict[str, Any], *, tell: bool
-) -> Iterator[dict[str, Any]]:
-    with steps_shown(len(wanted), wanted[0].steps) as on_step:
-        for index, (settings, path) in enumerate(zip(wanted, paths, strict=True)):
-            made = _write_one(pipe, settings, path, here, on_step(index))
+def _write_all(ready: Prepared, paths: list[Path], *, tell: bool) -> Iterator[dict[str, Any]]:
+    with steps_shown(len(paths), ready.wanted[0].steps) as on_step:
+        for index, (settings, path) in enumerate(zip(ready.wanted, paths, strict=True)):
+            made = _write_one(ready, settings, path, on_step(index))
             if tell:
                 size, seed = f"{made['width']}x{made['height']}", settings.seed
                 print(f"{path}: {size}, seed {seed}, {made['seconds']:.2f} s", flush=True)
             yield made
 
 
-def _write_one(
-    pipe: Any, settings: Settings, path: Path, here: dict[str, Any], on_step: OnStep
-) -> dict[str, Any]:
+def _write_one(ready: Prepared, settings: Settings, path: Path, on_step: OnStep) -> dict[str, Any]:
     from accel.pipelines.generation import make, with_size
+    from accel.pipelines.subjects import as_called
 
     started = time.perf_counter()
-    image = make(pipe, settings, on_step=on_step).image
+    image = make(ready.pipe, as_called(settings, tell=True), on_step=on_step).image
     seconds = time.perf_counter() - started
-    settings = with_size(pipe, settings, image)
+    settings = with_size(ready.pipe, settings, image)
     if image.size != (settings.width or image.width, settings.height or image.height):
         asked = f"{settings.width}x{settings.height}"
         note(f"{asked} asked for, but the model made {image.width}x{image.height}")
-    content = picture.png_bytes(image, settings, here)
+    content = picture.png_bytes(image, settings, ready.made_with)
     picture.write(path, content)
     return {
         "path": str(path),
@@ -139,16 +137,16 @@ def _write_one(
     }
 
 
-def _made_with(model: Model, pipe: Any) -> dict[str, Any]:
+def _made_with(subject: Subject) -> dict[str, Any]:
     """What besides the settings decides the pixels."""
     from accel.pipelines import machine, versions
 
-    scheduler = getattr(pipe, "scheduler", None)
+    scheduler = getattr(subject.pipe, "scheduler", None)
     return {
-        "pipeline": type(pipe).__name__,
+        "pipeline": type(subject.pipe).__name__,
         "scheduler": None if scheduler is None else type(scheduler).__name__,
-        "model": model.fingerprint,
-        "device": machine.device_name(pipe.device),
+        "model": subject.fingerprint,
+        "device": machine.device_name(subject.where.device),
         **versions.made_with(),
     }
 

@@ -13,6 +13,8 @@ SUBJECT_HELP = (
 )
 
 Subject = Annotated[str, typer.Argument(help=SUBJECT_HELP, show_default=False)]
+Prompt = Annotated[str | None, typer.Argument(help="What the picture shows.", show_default=False)]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Where the noise starts.")]
 Size = Annotated[
     str | None,
     typer.Option("--size", metavar="WIDTH[xHEIGHT]", help="Pixels: 512 or 768x512."),
@@ -49,3 +51,8 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and librar
 ResultFile = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the result there as JSON.")
 ]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", help="Draw the result there (.png, .svg, .pdf).")
+]
+Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Timed pictures of either way.")]
+Runs = Annotated[int, typer.Option("--runs", min=1, help="Patched pictures, one after another.")]

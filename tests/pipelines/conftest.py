@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from accel.pipelines import cli, tiny
 
 Cli = Callable[..., "Outcome"]

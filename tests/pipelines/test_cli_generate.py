@@ -1,14 +1,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image, ImageStat
 
-from .conftest import Cli
-
+Cli = Callable[..., Any]
 Folder = Callable[[str], Path]
-SMALL = ("--size", "64", "--steps", "3", "--mode", "off")
+SMALL = ("--size", "64", "--steps", "3")
 
 
 @pytest.fixture
@@ -34,9 +34,7 @@ def test_a_picture_makes_itself_again(accel_cli: Cli, model: tuple[str, ...]) ->
         *("--set", "guidance_rescale=0.5", "-o", "first.png"),
     )
     again = accel_cli("generate", "--from", "first.png", "-o", "again.png", "--mode", "off")
-    other = accel_cli(
-        *("generate", "--from", "first.png", "-o", "other.png", "--guidance", "3", "--mode", "off")
-    )
+    other = accel_cli("generate", "--from", "first.png", "-o", "other.png", "--guidance", "3")
     assert [made.code, again.code, other.code] == [0, 0, 0]
     assert again.err == ""
     first, second, third = (Path(f"{n}.png").read_bytes() for n in ("first", "again", "other"))
@@ -52,9 +50,7 @@ def test_a_model_that_changed_since_is_noticed(
     accel_cli("generate", "x", *model, "-o", "first.png")
     folder = copied("sd15")
     (folder / "scheduler" / "extra.json").write_text("{}", encoding="utf-8")
-    again = accel_cli(
-        *("generate", "--from", "first.png", "--model", folder, "-o", "again.png", "--mode", "off")
-    )
+    again = accel_cli("generate", "--from", "first.png", "--model", folder, "-o", "again.png")
     assert again.code == 0
     assert again.complaint.startswith("accel: the picture was made with model ")
 

@@ -3,7 +3,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from accel.pipelines.errors import BadInput
 from accel.pipelines.models import Trust, is_hub_id, resolve
 
@@ -77,7 +76,7 @@ def test_a_component_with_code_of_its_own_is_refused_unless_allowed(copied: Fold
 def test_a_pipeline_class_of_its_own_is_refused(copied: Folder) -> None:
     folder = copied("sd15")
     _edit(folder / "model_index.json", _class_name=["pipeline", "MyPipeline"])
-    with pytest.raises(BadInput, match="the pipeline's class is its own.*--trust-remote-code"):
+    with pytest.raises(BadInput, match=r"the pipeline's class is its own.*--trust-remote-code"):
         resolve(str(folder))
 
 
@@ -86,7 +85,7 @@ def test_an_auto_class_that_names_code_is_refused(copied: Folder) -> None:
     _edit(folder / "model_index.json", text_encoder=["transformers", "AutoModel"])
     resolve(str(folder))
     _edit(folder / "text_encoder" / "config.json", auto_map={"AutoModel": "code.Encoder"})
-    with pytest.raises(BadInput, match="text_encoder names code in text_encoder/config.json"):
+    with pytest.raises(BadInput, match=r"text_encoder names code in text_encoder/config.json"):
         resolve(str(folder))
 
 

@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-
 from accel.pipelines.errors import BadInput
 from accel.pipelines.outputs import paths_for, slug
 from accel.pipelines.settings import Settings
@@ -57,7 +56,7 @@ def test_a_wrong_pattern_is_explained(pattern: str, why: str) -> None:
 
 def test_a_path_through_a_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(BadInput, match="cannot write in .*file: Not a directory"):
+    with pytest.raises(BadInput, match=r"cannot write in .*file: Not a directory"):
         paths_for("file/picture.png", [RED])
 
 

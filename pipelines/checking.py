@@ -1,0 +1,86 @@
+"""`accel verify`: the same seed without and with graphs, compared bit for bit.
+
+The runs are eager twice (is the pipeline the same as itself?), patched several times (the first
+record, the later ones replay), and eager again once the patch is off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from accel.pipelines.comparison import Comparison, compare
+from accel.pipelines.console import OnPicture, unheard
+from accel.pipelines.generation import make
+from accel.pipelines.subjects import Subject
+
+
+@dataclass(frozen=True)
+class Check:
+    """One run against the first eager one."""
+
+    run: str
+    comparison: Comparison
+
+
+def verify(
+    subject: Subject, *, runs: int = 4, capture: str = "auto", on_picture: OnPicture = unheard
+) -> dict[str, Any]:
+    """Runs the comparison; `equal` in the result is the answer, `verdict` puts it in words."""
+    import accel
+
+    pipe, settings = subject.pipe, subject.inputs
+    on_picture("eager")
+    reference = make(pipe, settings, latents=True)
+
+    def check(run: str) -> Check:
+        on_picture(run)
+        return Check(run, compare(reference, make(pipe, settings, latents=True)))
+
+    checks = [check("eager again")]
+    accel.patch(pipe, capture=capture)
+    try:
+        checks += [check(f"patched, run {index + 1}") for index in range(runs)]
+        report = accel.report(pipe)
+    finally:
+        accel.unpatch(pipe)
+    checks.append(check("eager after unpatch"))
+    replays = sum(part.replays for part in report.parts)
+    nothing = report.inactive or (None if replays else "no part was replayed")
+    return {
+        "model": subject.settings.model,
+        "settings": subject.settings.to_dict(),
+        "equal": all(c.comparison.equal and c.comparison.proves_something for c in checks),
+        "verdict": _verdict(checks, nothing, replays),
+        "nothing_accelerated": nothing,
+        "replays": replays,
+        "checks": [
+            {"run": c.run, "equal": c.comparison.equal} | asdict(c.comparison) for c in checks
+        ],
+        "report": report.to_dict(),
+    }
+
+
+def _verdict(checks: list[Check], nothing: str | None, replays: int) -> str:
+    weak = next((c for c in checks if not c.comparison.proves_something), None)
+    if weak is not None:
+        flaw = "a flat picture" if weak.comparison.finite else "latents that are not finite"
+        return f"proves nothing: {weak.run} gave {flaw}; try another prompt, seed or --dtype"
+    if not checks[0].comparison.equal:
+        return (
+            "differs, but not because of accel: two eager runs of one seed already "
+            f"differ ({_difference(checks[0].comparison)})"
+        )
+    wrong = next((c for c in checks if not c.comparison.equal), None)
+    if wrong is not None:
+        return f"differs: {wrong.run} ({_difference(wrong.comparison)})"
+    if nothing is not None:
+        return f"equal, trivially: nothing was accelerated ({nothing})"
+    return f"equal: latents and PNG bytes of {len(checks)} runs, {replays} replays"
+
+
+def _difference(comparison: Comparison) -> str:
+    what = "latents" if comparison.latents_equal is False else "picture only"
+    if comparison.largest_latent_difference is None:
+        return what
+    return f"{what}, largest difference of latents {comparison.largest_latent_difference:.3g}"

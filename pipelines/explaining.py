@@ -1,0 +1,26 @@
+"""`accel explain`: what happens to every part of a pipeline in a few short runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel.pipelines.console import OnPicture, unheard
+from accel.pipelines.generation import make
+from accel.pipelines.subjects import Subject
+
+
+def explain(
+    subject: Subject, *, runs: int = 4, capture: str = "auto", on_picture: OnPicture = unheard
+) -> dict[str, Any]:
+    """Runs the patched pipeline `runs` times (parts that run once a picture, text encoders and the
+    VAE, are recorded at their third call) and returns the report with
+    what it is about, as plain data."""
+    import accel
+
+    pipe = accel.patch(subject.pipe, capture=capture)
+    for index in range(runs):
+        on_picture(f"run {index + 1} of {runs}")
+        make(pipe, subject.inputs)
+    settings = subject.settings
+    report = accel.report(pipe).to_dict()
+    return {"model": settings.model, "settings": settings.to_dict(), "report": report}

@@ -1,0 +1,114 @@
+"""Results as tables for people: benchmark, check, doctor. Knows rich, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from accel.pipelines.doctor import Finding
+from accel.pipelines.plotting import title
+from rich.console import Console
+from rich.table import Table
+
+
+def print_bench(result: dict[str, Any]) -> None:
+    """Draws what `benchmark.bench` returned."""
+    table = Table("", "eager", "patched", title=title(result))
+    eager, patched = result["eager"], result["patched"]
+    table.add_row("median picture", f"{eager['median_s']:.3f} s", f"{patched['median_s']:.3f} s")
+    table.add_row("step", _ms(eager["step_ms"]), _ms(patched["step_ms"]))
+    table.add_row("first picture", f"{eager['warm_up_s'][0]:.3f} s", f"{patched['first_s']:.3f} s")
+    table.add_row("set-up", "", f"{patched['setup_s']:.3f} s")
+    table.add_row("peak memory", _gib(eager["peak_bytes"]), _gib(patched["peak_bytes"]))
+    table.add_row("reserved memory", _gib(eager["reserved_bytes"]), _gib(patched["reserved_bytes"]))
+    console = Console()
+    console.print(table)
+    _say(console, f"eager / patched: {result['ratio']:.2f}")
+    _say(console, _equality(result))
+    if result["inactive"] is not None:
+        _say(console, f"nothing was accelerated: {result['inactive']}")
+
+
+def _equality(result: dict[str, Any]) -> str:
+    if result["pixel_variance"] == 0:
+        return "pictures: flat, so their equality proves nothing"
+    latents = {True: "equal", False: "DIFFERENT", None: "not shown"}[result["latents_equal"]]
+    pictures = "equal" if result["pictures_equal"] else "DIFFERENT"
+    return (
+        f"PNG bytes of all pictures: {pictures}; latents: {latents}; "
+        f"pixel variance {result['pixel_variance']:.1f}"
+    )
+
+
+def print_check(result: dict[str, Any]) -> None:
+    """Draws what `checking.verify` returned, the verdict last."""
+    table = Table("run", "latents", "PNG bytes", "pixel variance")
+    words = {True: "equal", False: "DIFFERENT", None: "not shown"}
+    for check in result["checks"]:
+        latents, pictures = words[check["latents_equal"]], words[check["pictures_equal"]]
+        table.add_row(check["run"], latents, pictures, f"{check['pixel_variance']:.1f}")
+    console = Console()
+    console.print(table)
+    _say(console, result["verdict"])
+
+
+def print_explanation(result: dict[str, Any]) -> None:
+    """Draws what `explaining.explain` returned: a row a part, then every break and every reason."""
+    report = result["report"]
+    console = Console()
+    if report["inactive"] is not None:
+        _say(console, f"nothing is accelerated: {report['inactive']}")
+    if not report["parts"]:
+        return
+    table = Table("part", "class", "captured", "replayed", "eager", "segments", "breaks")
+    for part in report["parts"]:
+        table.add_row(*_row(part))
+    console.print(table)
+    for part in report["parts"]:
+        for line in dict.fromkeys(_remarks(part)):
+            _say(console, f"{part['name']}: {line}")
+    _say(console, f"memory of the graphs: {_gib(report['pool_bytes'])}")
+
+
+def _row(part: dict[str, Any]) -> list[str]:
+    graphs = part["graphs"]
+    counts = [part["captures"], part["replays"], part["eager_calls"]]
+    segments = ", ".join(str(graph["segments"]) for graph in graphs) or "-"
+    breaks = ", ".join(str(len(graph["breaks"])) for graph in graphs) or "-"
+    return [part["name"], part["kind"], *map(str, counts), segments, breaks]
+
+
+def _remarks(part: dict[str, Any]) -> Iterator[str]:
+    if part["declined"] is not None:
+        yield f"declined: {part['declined']}"
+    for graph in part["graphs"]:
+        for found in graph["breaks"]:
+            guarded = ", guarded" if found["guarded"] else ""
+            yield f"{found['kind']} break at {found['where']}: {found['what']}{guarded}"
+    for reason, count in part["reasons"].items():
+        yield f"eager x{count}: {reason}"
+
+
+def print_doctor(findings: list[Finding]) -> None:
+    """Draws what `doctor.examine` found, warnings last."""
+    table = Table("what", "found")
+    for finding in findings:
+        table.add_row(finding.name, finding.value)
+    console = Console()
+    console.print(table)
+    for finding in findings:
+        if finding.warning is not None:
+            _say(console, f"warning: {finding.name}: {finding.warning}")
+
+
+def _say(console: Console, line: str) -> None:
+    """One line stays one line, brackets and numbers as they are: people grep in it."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} ms"
+
+
+def _gib(value: int | None) -> str:
+    return "-" if value is None else f"{value / 2**30:.2f} GiB"

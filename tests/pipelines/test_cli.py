@@ -1,0 +1,82 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from accel.pipelines import versions
+
+Cli = Callable[..., Any]
+
+
+def test_help_names_every_command(accel_cli: Cli) -> None:
+    for arguments in ((), ("--help",)):
+        done = accel_cli(*arguments)
+        assert (done.code, done.err) == (0, "")
+        assert all(
+            name in done.out for name in ("generate", "bench", "verify", "explain", "doctor")
+        )
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "verify", "explain", "doctor"])
+def test_every_command_has_help(accel_cli: Cli, command: str) -> None:
+    done = accel_cli(command, "--help")
+    assert (done.code, done.err) == (0, "")
+    assert "--json" in done.out
+
+
+def test_the_version_is_told(accel_cli: Cli) -> None:
+    import accel
+
+    assert accel_cli("--version").out == f"accel {accel.__version__}\n"
+    assert versions.installed(versions.DISTRIBUTION) == accel.__version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("fly",), "No such command 'fly'"),
+        (("verify",), "Missing argument"),
+        (("bench", "x", "--repeats", "none"), "--repeats"),
+        (("bench", "x", "--size", "none"), "a size is 512 or 768x512"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(
+    accel_cli: Cli, arguments: tuple[str, ...], words: str
+) -> None:
+    done = accel_cli(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.complaint
+
+
+def test_help_and_mistakes_are_answered_without_loading_torch() -> None:
+    lines = [["--help"], ["generate", "--help"], ["generate", "x", "--model", "./nowhere"]]
+    lines += [["generate", "x", "--wrong"], ["generate"], ["bench", "x", "--size", "y"]]
+    script = (
+        "import json, sys\n"
+        "from accel.pipelines.cli import main\n"
+        "codes = [main(line) for line in json.loads(sys.argv[1])]\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "print(json.dumps([codes, sorted(heavy)]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(lines)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 0, 2, 2, 2, 2], []]
+
+
+def test_the_installed_command_ends_with_the_exit_code() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "accel.pipelines.cli", "generate", "x", "--model", "./nowhere"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "accel: no such model folder: ./nowhere\n"

@@ -1,0 +1,57 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accel.pipelines import subjects, tiny, zoo
+from accel.pipelines.loading import placement
+
+Folder = Callable[[str], Path]
+
+
+def _tiny_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The zoo's names with the tiny pipelines behind them: real sizes are no matter for a test."""
+
+    def build(name: str, device: Any, dtype: torch.dtype, seed: int) -> Any:
+        return tiny.pipeline(name, seed).to(device, dtype)
+
+    monkeypatch.setattr(zoo, "build", build)
+
+
+@pytest.mark.parametrize("name", ["zimage", "qwenimage", "sana"])
+def test_the_zoo_is_called_with_its_own_defaults(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _tiny_zoo(monkeypatch)
+    subject = subjects.obtain(name, {"prompt": "a cat", "steps": 2}, "cpu")
+    settings, defaults = subject.settings, zoo.defaults(name)
+    assert settings.width == defaults["width"]
+    assert settings.guidance == defaults.get("guidance_scale", defaults.get("true_cfg_scale"))
+    assert settings.negative_prompt == defaults.get("negative_prompt")
+    assert settings.extra == {k: v for k, v in defaults.items() if k == "use_resolution_binning"}
+    assert (settings.prompt, settings.steps, settings.model) == ("a cat", 2, name)
+    assert subject.fingerprint is None
+
+
+def test_a_folder_comes_before_the_zoo(
+    saved: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zimage").symlink_to(saved("sd15"))
+    subject = subjects.obtain("zimage", {}, "cpu")
+    assert type(subject.pipe).__name__ == "StableDiffusionPipeline"
+    assert subject.fingerprint is not None
+
+
+def test_precision_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert placement("cpu").dtype == torch.float32
+    assert placement("cpu", "bfloat16").dtype_name == "bfloat16"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: False)
+    assert placement().dtype == torch.float16
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
+    assert (placement().dtype, placement().device.type) == (torch.bfloat16, "cuda")
+    with pytest.raises(Exception, match="--device cuda:3: there are 1 CUDA GPUs here"):
+        placement("cuda:3")
