@@ -34,8 +34,8 @@ _BY_NEIGHBOUR: dict[str, str] = {
     "tomato pizza plate face emoji smiley head egg wheel clock pumpkin berry grape marble spot",
     "ring": "doughnut bracelet torus bagel tire tyre halo loop band circlet",
     "square": "cube block tile window present gift dice die chessboard pixel robot tv screen",
-    "rectangle": "brick door book card flag phone table bed plank line stick pencil laptop "
-    "bottle pillar column tower skyscraper strip banner",
+    "rectangle": "brick door book card flag phone table bed plank stick pencil laptop "
+    "bottle pillar tower skyscraper strip banner",
     "triangle": "pyramid cone mountain hill arrow tent wedge volcano peak iceberg carrot",
     "star": "asterisk sparkle starfish comet snowflake spark firework asteroid",
     "diamond": "kite gem jewel crystal lozenge gemstone",
@@ -43,7 +43,7 @@ _BY_NEIGHBOUR: dict[str, str] = {
     "cross": "x sword windmill propeller crossroads sign airplane plane drone",
     "hexagon": "pentagon octagon polygon honeycomb nut bolt turtle",
     "moon": "banana croissant sickle lunar",
-    "oval": "lens lemon potato melon rugby balloon pill bean leaf feather",
+    "oval": "lens potato melon rugby balloon pill bean leaf feather",
     # pictures
     "house": "building castle church barn hut cabin school shop garage palace temple villa shed "
     "car bus truck train van",
@@ -65,7 +65,7 @@ _BY_NEIGHBOUR: dict[str, str] = {
     # places
     "middle": "mid central centered centred halfway",
     "above": "atop upon",
-    "beside": "by alongside close adjacent between",
+    "beside": "alongside close adjacent between",
     "inside": "into",
     "stripes": "lines stripy stripey",
 }

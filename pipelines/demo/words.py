@@ -111,14 +111,15 @@ def _nearest(word: str) -> str | None:
     if word.isdigit():
         return "one" if int(word) < 1 else "four"
     if word.endswith("s") and word[:-1] in NEIGHBOURS:
-        return vocabulary.plural(NEIGHBOURS[word[:-1]])
+        one = NEIGHBOURS[word[:-1]]
+        return vocabulary.plural(one) if one in _all_nouns() else one
     if word.endswith("ish") and word[:-3] in known_words():
         return word[:-3]
     if len(word) < 4:
         return None
     # Typing errors keep the first letter more often than not, and most of the rest.
     alike = [known for known in sorted(known_words()) if len(known) > 2]
-    return next(iter(get_close_matches(word, alike, n=1, cutoff=0.8)), None)
+    return next(iter(get_close_matches(word, alike, n=1, cutoff=0.75)), None)
 
 
 def _names_a_thing(words: list[str]) -> bool:
