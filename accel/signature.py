@@ -31,7 +31,6 @@ _VALUES = (
     complex,
     str,
     bytes,
-    slice,
     range,
     types.EllipsisType,
     enum.Enum,
@@ -84,7 +83,8 @@ def signature(call: Any, backend: Backend) -> Signature:
             if x.is_cpu:
                 values.append(host_bytes(x))
         elif isinstance(x, _VALUES):
-            values.append((kind, x.hex() if isinstance(x, float) else x))
+            exact = repr(x) if isinstance(x, (float, complex)) else x  # 0.0 equals -0.0
+            values.append((kind, exact))
             shapes.append(None)
         elif (parts := opened(x)) is not None:
             shapes.append((kind, len(parts.children), parts.names))
@@ -113,6 +113,8 @@ def opened(x: Any) -> Opened | None:
     kind = type(x)
     if kind is list or kind is tuple:
         return Opened(list(x), (), kind)
+    if kind is slice:
+        return Opened([x.start, x.stop, x.step], (), lambda children: slice(*children))
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return Opened(list(x), (), lambda children: kind(*children))
     if isinstance(x, dict):
