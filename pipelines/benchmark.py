@@ -25,6 +25,7 @@ from accel.pipelines.twin import twin
 if TYPE_CHECKING:
     import torch
 
+    from accel.patches.part import Capture
     from accel.reporting import Report
 
 MOST_WARM_RUNS = 6
@@ -105,7 +106,7 @@ def bench(
     subject: Subject,
     *,
     repeats: int = 5,
-    capture: str = "auto",
+    capture: Capture = "auto",
     on_picture: OnPicture = unheard,
 ) -> dict[str, Any]:
     """Measures `repeats` pictures of either way, in turns, after both have warmed up. `on_picture`

@@ -7,12 +7,15 @@ record, the later ones replay), and eager again once the patch is off.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel.pipelines.comparison import Comparison, compare
 from accel.pipelines.console import OnPicture, unheard
 from accel.pipelines.generation import make
 from accel.pipelines.subjects import Subject
+
+if TYPE_CHECKING:
+    from accel.patches.part import Capture
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Check:
 
 
 def verify(
-    subject: Subject, *, runs: int = 4, capture: str = "auto", on_picture: OnPicture = unheard
+    subject: Subject, *, runs: int = 4, capture: Capture = "auto", on_picture: OnPicture = unheard
 ) -> dict[str, Any]:
     """Runs the comparison; `equal` in the result is the answer, `verdict` puts it in words."""
     import accel

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from accel.pipelines import options
 from accel.pipelines.console import note, print_json
 from accel.pipelines.errors import explained

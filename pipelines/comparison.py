@@ -39,17 +39,16 @@ class Comparison:
 
 def compare(reference: Take, other: Take) -> Comparison:
     """Compares `other` with `reference`; both hold latents if the pipeline shows them."""
+    pictures = [[png_bytes(image) for image in take.images] for take in (reference, other)]
+    equal, difference, finite = None, None, True
     first, second = reference.latents, other.latents
-    known = first is not None and second is not None
-    same_shape = known and first.shape == second.shape
-    return Comparison(
-        pictures_equal=[png_bytes(p) for p in reference.images]
-        == [png_bytes(p) for p in other.images],
-        latents_equal=same_bits(first, second) if known else None,
-        largest_latent_difference=_largest_difference(first, second) if same_shape else None,
-        pixel_variance=min(pixel_variance(reference), pixel_variance(other)),
-        finite=not known or bool(first.isfinite().all() and second.isfinite().all()),
-    )
+    if first is not None and second is not None:
+        equal = same_bits(first, second)
+        finite = bool(first.isfinite().all() and second.isfinite().all())
+        if first.shape == second.shape:
+            difference = float((first.cpu().double() - second.cpu().double()).abs().max())
+    variance = min(pixel_variance(reference), pixel_variance(other))
+    return Comparison(pictures[0] == pictures[1], equal, difference, variance, finite)
 
 
 def pixel_variance(take: Take) -> float:
@@ -68,7 +67,3 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     bytes_of = [t.detach().cpu().contiguous().view(torch.uint8) for t in (first, second)]
     return torch.equal(*bytes_of)
-
-
-def _largest_difference(first: torch.Tensor, second: torch.Tensor) -> float:
-    return float((first.cpu().double() - second.cpu().double()).abs().max())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel.pipelines.console import OnPicture, unheard
 from accel.pipelines.generation import make
 from accel.pipelines.subjects import Subject
 
+if TYPE_CHECKING:
+    from accel.patches.part import Capture
+
 
 def explain(
-    subject: Subject, *, runs: int = 4, capture: str = "auto", on_picture: OnPicture = unheard
+    subject: Subject, *, runs: int = 4, capture: Capture = "auto", on_picture: OnPicture = unheard
 ) -> dict[str, Any]:
     """Runs the patched pipeline `runs` times (parts that run once a picture, text encoders and the
     VAE, are recorded at their third call) and returns the report with

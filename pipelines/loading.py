@@ -5,6 +5,7 @@ This module knows diffusers' loading calls. Which folder a name stands for is `m
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -75,14 +76,14 @@ def _device(name: str) -> torch.device:
 
 
 def quiet() -> None:
-    """Silences progress bars and advice of the libraries: they are not about the picture."""
+    """Silences progress bars and advice of the libraries: they are not about the picture. Errors
+    that they log are also raised, and told in one line then."""
     import diffusers
     import transformers
 
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity(logging.CRITICAL)
+        library.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
 
 
@@ -108,7 +109,7 @@ def load(
 def hide_progress(pipe: Any) -> None:
     """Switches off the progress bars of `pipe`; of a modular one those of all its blocks."""
     pipe.set_progress_bar_config(disable=True)
-    blocks = [getattr(pipe, "_blocks", None)]
+    blocks: list[Any] = [getattr(pipe, "_blocks", None)]
     while blocks:
         block = blocks.pop()
         blocks += getattr(block, "sub_blocks", {}).values()

@@ -68,7 +68,8 @@ def fulfil(order: Order) -> dict[str, Any]:
 
 def _base(order: Order) -> tuple[Settings, dict[str, Any]]:
     """The settings that all pictures share, and what the source picture was made with."""
-    settings, made_with = Settings(), {}
+    settings = Settings()
+    made_with: dict[str, Any] = {}
     if order.source is not None:
         settings, made_with = picture.read_settings(order.source)
     elif not order.prompts:

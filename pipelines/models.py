@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -133,9 +134,8 @@ def _hub_folder(name: str, trust: Trust) -> Path:
     from diffusers import DiffusionPipeline
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-    from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         try:
             hf_hub_download(name, INDEXES[0])

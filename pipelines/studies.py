@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from accel.pipelines import benchmark, checking, explaining, picture, plotting, subjects, tables
 from accel.pipelines.console import OnPicture, note, print_json, status_shown, stdout_kept_clean
@@ -18,7 +18,9 @@ from accel.pipelines.outputs import refuse_unwritable
 from accel.pipelines.prompts import parse_extra
 from accel.pipelines.settings import Lora, parse_size
 
-CAPTURES = ("auto", "always")
+if TYPE_CHECKING:
+    from accel.patches.part import Capture
+
 Work = Callable[[subjects.Subject, OnPicture], dict[str, Any]]
 
 
@@ -68,8 +70,10 @@ def bench(study: Study, *, repeats: int, plot: Path | None) -> bool:
     if plot is not None:
         _refuse_undrawable(plot)
 
+    capture = _capture(study)
+
     def work(subject: subjects.Subject, say: OnPicture) -> dict[str, Any]:
-        return benchmark.bench(subject, repeats=repeats, capture=study.capture, on_picture=say)
+        return benchmark.bench(subject, repeats=repeats, capture=capture, on_picture=say)
 
     result = _conduct(study, work, tables.print_bench)
     if plot is not None:
@@ -81,8 +85,10 @@ def bench(study: Study, *, repeats: int, plot: Path | None) -> bool:
 def verify(study: Study, *, runs: int) -> bool:
     """Whether every run gave the same latents and the same bytes."""
 
+    capture = _capture(study)
+
     def work(subject: subjects.Subject, say: OnPicture) -> dict[str, Any]:
-        return checking.verify(subject, runs=runs, capture=study.capture, on_picture=say)
+        return checking.verify(subject, runs=runs, capture=capture, on_picture=say)
 
     return bool(_conduct(study, work, tables.print_check)["equal"])
 
@@ -90,15 +96,15 @@ def verify(study: Study, *, runs: int) -> bool:
 def explain(study: Study, *, runs: int) -> None:
     """Draws what happened to every part."""
 
+    capture = _capture(study)
+
     def work(subject: subjects.Subject, say: OnPicture) -> dict[str, Any]:
-        return explaining.explain(subject, runs=runs, capture=study.capture, on_picture=say)
+        return explaining.explain(subject, runs=runs, capture=capture, on_picture=say)
 
     _conduct(study, work, tables.print_explanation)
 
 
 def _conduct(study: Study, work: Work, show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    if study.capture not in CAPTURES:
-        raise BadInput(f"--capture {study.capture}: choose from {', '.join(CAPTURES)}")
     if study.output is not None:
         refuse_unwritable(study.output)
     with stdout_kept_clean(study.json), status_shown() as say:
@@ -116,6 +122,12 @@ def _conduct(study: Study, work: Work, show: Callable[[dict[str, Any]], None]) -
         picture.write(study.output, content.encode())
         note(f"wrote {study.output}")
     return result
+
+
+def _capture(study: Study) -> Capture:
+    if study.capture not in ("auto", "always"):
+        raise BadInput(f"--capture {study.capture}: choose from auto, always")
+    return cast("Capture", study.capture)
 
 
 def _refuse_undrawable(path: Path) -> None:

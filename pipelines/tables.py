@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from accel.pipelines.doctor import Finding
-from accel.pipelines.plotting import title
 from rich.console import Console
 from rich.table import Table
+
+from accel.pipelines.doctor import Finding
+from accel.pipelines.plotting import title
 
 
 def print_bench(result: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from accel.pipelines import cli, tiny
 
 Cli = Callable[..., "Outcome"]
@@ -31,8 +32,9 @@ class Outcome:
 
 
 @pytest.fixture(autouse=True)
-def _few_threads() -> None:
-    torch.set_num_threads(2)
+def _one_thread() -> None:
+    # Tiny tensors: more threads only wait for each other, worst where tests run side by side.
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from accel.pipelines import versions
 
 Cli = Callable[..., Any]

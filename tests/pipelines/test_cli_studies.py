@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from accel.pipelines import plotting
 from PIL import Image
 
 import accel
+from accel.pipelines import plotting
 
 Cli = Callable[..., Any]
 Folder = Callable[[str], Path]

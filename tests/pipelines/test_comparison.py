@@ -1,8 +1,9 @@
 import pytest
 import torch
+from PIL import Image
+
 from accel.pipelines.comparison import compare, pixel_variance, same_bits
 from accel.pipelines.generation import Take
-from PIL import Image
 
 GRADIENT = Image.linear_gradient("L").convert("RGB")
 

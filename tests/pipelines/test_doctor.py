@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from accel.pipelines import doctor, machine, versions
 
 Cli = Callable[..., Any]

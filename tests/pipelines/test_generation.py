@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from accel.pipelines import tiny
 from accel.pipelines.errors import AccelError, BadInput
 from accel.pipelines.generation import (

@@ -3,6 +3,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from accel.pipelines.errors import BadInput
 from accel.pipelines.models import Trust, is_hub_id, resolve
 

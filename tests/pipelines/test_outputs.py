@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+
 from accel.pipelines.errors import BadInput
 from accel.pipelines.outputs import paths_for, slug
 from accel.pipelines.settings import Settings

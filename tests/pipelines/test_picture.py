@@ -2,10 +2,11 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
+
 from accel.pipelines import picture
 from accel.pipelines.errors import AccelError, BadInput
 from accel.pipelines.settings import Lora, Settings, parse_size
-from PIL import Image
 
 SETTINGS = Settings(
     "ein Kreis, größer",

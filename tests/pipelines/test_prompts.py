@@ -2,6 +2,7 @@ import io
 from pathlib import Path
 
 import pytest
+
 from accel.pipelines.errors import BadInput
 from accel.pipelines.prompts import parse_extra, read_prompts, settings_for
 from accel.pipelines.settings import Settings

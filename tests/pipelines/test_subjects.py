@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from accel.pipelines import subjects, tiny, zoo
 from accel.pipelines.loading import placement
 

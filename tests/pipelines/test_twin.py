@@ -1,6 +1,7 @@
 from typing import Any
 
 import pytest
+
 from accel.pipelines import tiny
 from accel.pipelines.generation import make
 from accel.pipelines.settings import Settings
