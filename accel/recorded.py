@@ -21,6 +21,7 @@ from accel.signature import (
     Edits,
     Signature,
     StaticInputs,
+    Uncapturable,
     is_value,
     leaves,
     map_tree,
@@ -31,7 +32,8 @@ class Recorded:
     """A call's recording. Making one runs the call; `first_result` is then what it returned.
 
     Raises `Refused` if replaying could go wrong, or what the call raises; either way nothing is
-    left behind: outside writes are undone, the random generator is where it was.
+    left behind: outside writes are undone, the random generator is where it was. `objection` is
+    asked after the call why it may not be replayed.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Recorded:
         key: Signature,
         pool: Pool,
         weights: Collection[int],
+        objection: Callable[[], str | None] = lambda: None,
     ) -> None:
         backend = pool.backend
         begin, random = backend.now(), backend.rng_state(pool.device)
@@ -55,7 +58,7 @@ class Recorded:
                 recording.weights = weights
                 recording.arguments = self._static.storages
                 result = function(*args, **kwargs)
-            self._settle(recording, result, edits, live)
+            self._settle(recording, result, edits, live, objection)
             grown = backend.pool_bytes(pool.id) - grown
         self.weights_version: Any = None
         self.state: Any = None
@@ -67,12 +70,21 @@ class Recorded:
         )
         self.report.breaks = self.graph.breaks
 
-    def _settle(self, recording: Recording, result: Any, edits: Edits, live: set[int]) -> None:
+    def _settle(
+        self,
+        recording: Recording,
+        result: Any,
+        edits: Edits,
+        live: set[int],
+        objection: Callable[[], str | None],
+    ) -> None:
         try:
+            if (objected := objection()) is not None:
+                raise Refused(objected)
             self._edits = edits.closed()
             self._results = Results(result, self._static, recording)
             self._refuse_leaks(live)
-        except Refused:
+        except (Refused, Uncapturable):
             recording.undo()
             self.discard()
             raise

@@ -22,6 +22,7 @@ from accel.record import learned
 from accel.recorded import Recorded
 from accel.reporting import PartReport
 from accel.signature import Signature, Uncapturable, argument_name, signature
+from accel.snapshot import Snapshot
 
 HOST_SLACK = 0.25
 """Share of the device's time still to come when the host returns, from which graphs do not help."""
@@ -291,13 +292,17 @@ class GraphRunner:
         weights_version, state = self._weights_version(), self._state()
         weights = () if self._guard is None else self._guard.storages
         failure: Exception | None = None
+        before = Snapshot(self.pool, None if self._guard is None else self._guard.module)
+
+        def objection() -> str | None:
+            changed = self._state() != state
+            return "the forward changes its own state" if changed else before.objection()
+
         try:
             with _inside():
-                recorded = Recorded(self.function, call, key, self.pool, weights)
-                if self._state() != state:
-                    recorded.discard()
-                    raise Refused("the forward changes its own state")
+                recorded = Recorded(self.function, call, key, self.pool, weights, objection)
         except Exception as error:
+            before.restore()
             failure = error.with_traceback(None)  # whose frames hold tensors
         if failure is not None:
             return self._eager_after_failure(entry, failure, call)
