@@ -122,6 +122,11 @@ class WeightGuard:
         self.version = 0
         self._take_stock()
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The watched module, None if it is gone."""
+        return self._module()
+
     def check(self) -> int:
         """The current version, after a look at every address (about 0.1 µs each)."""
         try:

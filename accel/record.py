@@ -8,11 +8,12 @@ tensors come from; what a break or a segment is, it leaves to graph.py.
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.graph import Recording, Refused
@@ -50,8 +51,6 @@ _INDEXING = {
 }
 _COPIES = {aten._to_copy.default, aten.copy_.default, aten.copy.default}
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}
-_FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
-_BY_INDEX = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 learned: set[Any] = set()
 """Ops that a recording failed on: from the next recording on they are breaks."""
@@ -60,15 +59,13 @@ learned: set[Any] = set()
 class Rule(NamedTuple):
     """What the recorder needs to know of an op, once for all its calls."""
 
-    composite: bool
-    lifts: bool
-    unrecordable: Callable[[Any, Any], bool]
-    writes: tuple[int | str, ...]
-    random: bool
-
-
-def _never(args: Any, kwargs: Any) -> bool:
-    return False
+    plain: bool
+    """Recordable as it is when all its tensors lie on the device."""
+    composite: bool = False
+    lifts: bool = False
+    unrecordable: Callable[[Any, Any], bool] | None = None
+    writes: tuple[int | str, ...] = ()
+    random: bool = False
 
 
 def _always(args: Any, kwargs: Any) -> bool:
@@ -87,11 +84,8 @@ def _to_host(args: Any, kwargs: Any) -> bool:
 
 def _rule_for(func: Any) -> Rule:
     if not isinstance(func, torch._ops.OpOverload):
-        return Rule(False, False, _never, (), False)
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), "CompositeImplicitAutograd"
-    )
-    unrecordable = _never
+        return Rule(plain=True)
+    unrecordable = None
     if func in learned:
         unrecordable = _always
     elif func in _INDEXING:  # tagged as if every index were a mask
@@ -105,8 +99,19 @@ def _rule_for(func: Any) -> Rule:
         for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    random = torch.Tag.nondeterministic_seeded in func.tags
-    return Rule(composite, func in _LIFTS, unrecordable, writes, random)
+    composite, lifts = _is_composite(func), func in _LIFTS
+    draws = any(argument.name == "generator" for argument in func._schema.arguments)
+    random = draws or torch.Tag.nondeterministic_seeded in func.tags
+    plain = not (composite or lifts or unrecordable or writes or draws)
+    return Rule(plain, composite, lifts, unrecordable, writes, random)
+
+
+def _is_composite(func: torch._ops.OpOverload) -> bool:
+    """Whether the op is only a way to call others. Inference tensors let such ops through whole."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(func.name(), "CompositeImplicitAutograd") and not any(
+        has(func.name(), key) for key in ("CUDA", "PrivateUse1")
+    )
 
 
 _rules: dict[Any, Rule] = {}
@@ -124,7 +129,7 @@ class OpRecorder(TorchDispatchMode):
     paused = False
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         pool = recording.graph.pool
         self.recording = recording
         self._pool, self._backend = pool, pool.backend
@@ -148,11 +153,11 @@ class OpRecorder(TorchDispatchMode):
 
     def __enter__(self) -> OpRecorder:
         self._host_data.__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._host_data.__exit__(*error)
         self.recording.graph.operations = self.operations
 
@@ -177,23 +182,27 @@ class OpRecorder(TorchDispatchMode):
         if kwargs:
             in_device, in_host = self._look_at(kwargs.values())
             device, host = device or in_device, host or in_host
-        if host or rule.writes or (device and rule.unrecordable is not _never):
+        if not rule.plain or host:
             return self._run_with_care(func, rule, args, kwargs, device, host)
-        return self._run(func, rule, args, kwargs)
+        out = self._run(func, args, kwargs)
+        if device and type(out) is torch.Tensor:
+            self._known.add(self._address(out))
+        else:
+            self._note_results(out, rule)
+        return out
 
     def _look_at(self, args: Iterable[Any]) -> tuple[bool, bool]:
         """Whether there are device tensors and host tensors among `args`; notes new ones."""
         device = host = False
         known, address = self._known, self._address
         for x in args:
-            if isinstance(x, torch.Tensor):
-                if address(x) in known:
-                    device = True
-                elif self._is_host(x):
+            kind = type(x)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                if address(x) not in known and self._is_host(x):
                     host = True
                 else:
                     device = True
-            elif type(x) is list or type(x) is tuple:
+            elif kind is list or kind is tuple:
                 in_device, in_host = self._look_at(x)
                 device, host = device or in_device, host or in_host
         return device, host
@@ -236,58 +245,53 @@ class OpRecorder(TorchDispatchMode):
                 storage = x.untyped_storage()
                 self._made[storage.data_ptr()] = storage
 
-    def _run(self, func: Any, rule: Rule, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
-            out = func(*args, **kwargs)
+            return func(*args, **kwargs)
         except RuntimeError as error:
             if "captur" in str(error):
                 learned.add(func)
                 _rules.pop(func, None)
             raise
-        for x in (
-            (out,)
-            if isinstance(out, torch.Tensor)
-            else out
-            if isinstance(out, (tuple, list))
-            else ()
-        ):
+
+    def _note_results(self, out: Any, rule: Rule) -> None:
+        for x in out if isinstance(out, (tuple, list)) else (out,):
             if not isinstance(x, torch.Tensor):
                 continue
             if not x.is_cpu:
                 self._known.add(self._address(x))
             elif rule.random:
-                raise Refused(f"{func} draws random numbers on the host")
+                raise Refused("the forward draws random numbers on the host")
             else:
                 self.adopt(x)
-        return out
 
     def _run_with_care(
         self, func: Any, rule: Rule, args: Any, kwargs: Any, device: bool, host: bool
     ) -> Any:
         self._note_writes(func, rule, args, kwargs)
-        if device and rule.unrecordable(args, kwargs):
-            return self._break(func, args, kwargs)
-        if host and func in _COPIES and not _to_host(args, kwargs):
-            return self._copy_in(func, args, kwargs, device)
+        if device and rule.unrecordable is not None and rule.unrecordable(args, kwargs):
+            return self.recording.run_break(func, args, kwargs, pure=True)
+        if kwargs.get("generator") is not None:
+            raise Refused(f"{func} draws from a generator of its own")
+        if host and func in _COPIES:
+            return self._copy_in(func, rule, args, kwargs, device)
         if host and device:
             args, kwargs = map_tree(self._uploaded, args), map_tree(self._uploaded, kwargs)
-        if device and kwargs.get("generator") is not None:
-            raise Refused(f"{func} draws from a generator of its own")
-        return self._run(func, rule, args, kwargs)
+        out = self._run(func, args, kwargs)
+        self._note_results(out, rule)
+        return out
 
-    def _break(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self.recording.run_break(func, args, kwargs, pure=True)
-
-    def _copy_in(self, func: Any, args: Any, kwargs: Any, device: bool) -> Any:
+    def _copy_in(self, func: Any, rule: Rule, args: Any, kwargs: Any, device: bool) -> Any:
         """Host data on its way to the device: uploaded beside the recording, once, and copied in
         the recording, so that the model may change its copy."""
-        if not device and kwargs.get("device") is None:
-            return self._run(func, _rules[func], args, kwargs)
+        target = kwargs.get("device")
         if device:
             args = (args[0], self._constant(args[1].to, self._pool.device), *args[2:])
-            return self._run(func, _rules[func], args, kwargs)
-        constant = self._constant(func, *args, **kwargs)
-        return self._run(aten.clone.default, _rules[func], (constant,), {})
+        elif target is not None and target.type != "cpu":
+            func, args, kwargs = aten.clone.default, (self._constant(func, *args, **kwargs),), {}
+        out = self._run(func, args, kwargs)
+        self._note_results(out, rule)
+        return out
 
     def _uploaded(self, x: Any) -> Any:
         """Host indices among device tensors: an op would copy them itself. Host tensors of no
@@ -325,39 +329,97 @@ def _at(args: Any, position: int) -> Any:
     return args[position] if position < len(args) else None
 
 
-class _HostData(TorchFunctionMode):
+class _HostData:
     """Makes visible what no dispatch mode sees: `torch.tensor(data, device=...)`, which becomes
-    building on the host and a copy, and lists as indices."""
+    building on the host and a copy, and lists as indices.
+
+    Stands in for those functions while any thread records, and does as they do in threads that do
+    not. (A `TorchFunctionMode` would see them too, and each `x.shape`: 2 µs an access.)
+    """
+
+    _lock = threading.Lock()
+    _open = 0
+    _here = threading.local()
 
     def __init__(self, recorder: OpRecorder) -> None:
-        super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self._recorder.paused:
-            if func in _FROM_DATA:
-                return self._split(func, args, kwargs)
-            if func in _BY_INDEX:
-                args = (args[0], self._on_device(args[1], args[0].device), *args[2:])
-        return func(*args, **kwargs)
+    def __enter__(self) -> None:
+        with _HostData._lock:
+            _HostData._open += 1
+            if _HostData._open == 1:
+                for owner, name, stand_in in _stand_ins:
+                    setattr(owner, name, stand_in)
+        self._outer, _HostData._here.recorder = _HostData.recorder(), self._recorder
 
-    def _split(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        of_tensor = func is torch.Tensor.new_tensor
-        data = kwargs.get("data") if len(args) == of_tensor else args[of_tensor]
-        device = kwargs.get("device") or (args[0].device if of_tensor else None)
-        if device is None or torch.device(device).type == "cpu" or isinstance(data, torch.Tensor):
-            return func(*args, **kwargs)
-        host = func(*args, **{**kwargs, "device": "cpu"})
+    def __exit__(self, *error: Any) -> None:
+        _HostData._here.recorder = self._outer
+        with _HostData._lock:
+            _HostData._open -= 1
+            if _HostData._open == 0:
+                for (owner, name, _), original in zip(_stand_ins, _originals, strict=True):
+                    if original is None:
+                        delattr(owner, name)
+                    else:
+                        setattr(owner, name, original)
+
+    @classmethod
+    def recorder(cls) -> OpRecorder | None:
+        """The recorder of the calling thread, None if it does not record just now."""
+        found: OpRecorder | None = getattr(cls._here, "recorder", None)
+        return None if found is None or found.paused else found
+
+
+def _from_data(original: Any) -> Any:
+    """`original(data, ..., device=...)` as building on the host and a copy that can be seen."""
+
+    @functools.wraps(original)
+    def build(data: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder, device = _HostData.recorder(), kwargs.get("device")
+        if device is None:
+            device = torch.get_default_device()
+        if recorder is None or torch.device(device).type == "cpu" or isinstance(data, torch.Tensor):
+            return original(data, *args, **kwargs)
+        host = original(data, *args, **{**kwargs, "device": "cpu"})
         if isinstance(data, (list, tuple, int, float, complex)):
-            self._recorder.adopt(host)
+            recorder.adopt(host)
         return host.to(device)
 
-    def _on_device(self, index: Any, device: torch.device) -> Any:
-        if isinstance(index, tuple):
-            return tuple(self._on_device(part, device) for part in index)
-        if isinstance(index, list) and index and all(type(i) in (int, bool) for i in index):
-            return self._split(torch.tensor, (index,), {"device": device})
-        return index
+    return build
+
+
+def _new_tensor(self: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
+    if _HostData.recorder() is None:
+        return torch._C.TensorBase.new_tensor(self, data, **kwargs)
+    return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **kwargs})
+
+
+def _getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
+    if not self.is_cpu and _HostData.recorder() is not None:
+        index = _on_device(index, self.device)
+    return torch._C.TensorBase.__getitem__(self, index)
+
+
+def _setitem(self: torch.Tensor, index: Any, value: Any) -> None:
+    if not self.is_cpu and _HostData.recorder() is not None:
+        index = _on_device(index, self.device)
+    torch._C.TensorBase.__setitem__(self, index, value)
+
+
+def _on_device(index: Any, device: torch.device) -> Any:
+    if isinstance(index, tuple):
+        return tuple(_on_device(part, device) for part in index)
+    if isinstance(index, list) and index and all(type(i) in (int, bool) for i in index):
+        return torch.tensor(index, device=device)
+    return index
+
+
+_stand_ins: list[tuple[Any, str, Any]] = [
+    (torch, "tensor", _from_data(torch.tensor)),
+    (torch, "as_tensor", _from_data(torch.as_tensor)),
+    (torch, "asarray", _from_data(torch.asarray)),
+    (torch.Tensor, "new_tensor", _new_tensor),
+    (torch.Tensor, "__getitem__", _getitem),
+    (torch.Tensor, "__setitem__", _setitem),
+]
+_originals = [vars(owner).get(name) for owner, name, _ in _stand_ins]

@@ -7,6 +7,7 @@ know what is recorded.
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 import types
@@ -20,6 +21,7 @@ from accel.memory import Pool
 from accel.signature import leaves
 
 _DEPTH = 3
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"_parameters", "_buffers", "_modules"}
 _WHOLE = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
@@ -49,7 +51,9 @@ class Snapshot:
         self._boxes[id(box)] = (box, plain(box))
         if not depth:
             return
-        for x in _contents(box):
+        for name, x in box.items() if isinstance(box, dict) else enumerate(box):
+            if name in _OF_TORCH:  # hooks
+                continue
             if isinstance(x, (dict, list, set)):
                 self._take(x, depth - 1)
             elif hasattr(x, "__dict__") and not isinstance(x, _WHOLE):
@@ -59,12 +63,15 @@ class Snapshot:
         """Why a call since then cannot be replayed, in words; None if nothing speaks against it."""
         if not _equal(self._host_random, _host_random()):
             return "the forward draws random numbers on the host"
-        for box, before in self._boxes.values():
+        for box, before in self._changed():
             known = {id(x) for x in _contents(before)}
             news = [x for x in _contents(box) if id(x) not in known]
             if any(isinstance(leaf, torch.Tensor) for leaf in leaves(news)):
                 return "the model keeps a tensor from call to call"
         return None
+
+    def _changed(self) -> list[tuple[Any, Any]]:
+        return [pair for pair in self._boxes.values() if not _same(*pair)]
 
     def restore(self) -> None:
         """Puts everything back."""
@@ -74,12 +81,14 @@ class Snapshot:
         random.setstate(python)
         if numpy is not None:
             sys.modules["numpy"].random.set_state(numpy)
-        for box, before in self._boxes.values():
-            now, then = list(_contents(box)), list(_contents(before))
-            if len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True)):
-                continue
+        for box, before in self._changed():
             box.clear()
             (box.extend if isinstance(box, list) else box.update)(before)
+
+
+def _same(box: Any, before: Any) -> bool:
+    contents = _contents(box), _contents(before)
+    return len(box) == len(before) and all(map(operator.is_, *contents))
 
 
 def _contents(box: Any) -> Iterable[Any]:

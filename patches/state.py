@@ -7,8 +7,10 @@ diffusers, PEFT and accelerate only by the names of the attributes that they set
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,12 +45,18 @@ class StateProbe:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
+        self._state: Any = None
+        self._untouched: Callable[[], bool] = lambda: False
 
     def __call__(self) -> Any:
         module = self._module()
         if module is None:
             return None
-        return [_attention_backend(), *(_state_of(m) for m in module.modules())]
+        if not self._untouched():
+            modules = list(module.modules())
+            self._state = [_state_of(m) for m in modules]
+            self._untouched = _watch(modules)
+        return _attention_backend(), self._state
 
     def veto(self) -> str | None:
         """Why nothing may be recorded just now, in words; None if nothing speaks against it."""
@@ -71,6 +79,45 @@ def _state_of(module: nn.Module) -> tuple[Any, ...]:
     else:
         own = tuple((k, _value(v, _DEPTH)) for k, v in attributes.items() if k not in _OF_TORCH)
     return id(module), module.training, hooks, own
+
+
+def _watch(modules: list[nn.Module]) -> Callable[[], bool]:
+    """A quick test that nothing `_state_of` looks at was touched: no object replaced, no container
+    changed. It may err on the side of no; then the state is read again."""
+    torchs = [m.__dict__ for m in modules if type(m).__module__.startswith("torch.")]
+    owns = [m.__dict__ for m in modules if not type(m).__module__.startswith("torch.")]
+    owns += [vars(x) for d in owns for x in d.values() if _is_processor(x)]
+    hooks = [m.__dict__[name] for m in modules for name in _HOOKS]
+    registries = [r for d in owns if (r := d.get("_diffusers_hook")) is not None]
+    boxes = [x for d in owns for k, x in d.items() if _is_box(x) and k not in _OF_TORCH]
+    children = [m._modules for m in modules]
+
+    def look() -> tuple[Any, ...]:
+        return (
+            list(map(len, torchs)),
+            list(map(operator.itemgetter("training"), torchs)),
+            [tuple(hook) for hook in hooks if hook],
+            [_hooks_of_registry(registry) for registry in registries],
+            [_value(box, _DEPTH) for box in boxes],
+            [tuple(map(id, family.values())) for family in children if family],
+        )
+
+    before, values = look(), [tuple(own.values()) for own in owns]
+
+    def untouched() -> bool:
+        return (
+            all(
+                len(own) == len(was) and all(map(operator.is_, own.values(), was))
+                for own, was in zip(owns, values, strict=True)
+            )
+            and look() == before
+        )
+
+    return untouched
+
+
+def _is_box(x: Any) -> bool:
+    return isinstance(x, (list, dict, set)) or (isinstance(x, tuple) and bool(x))
 
 
 def _value(x: Any, depth: int) -> Any:
