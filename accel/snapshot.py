@@ -80,7 +80,7 @@ class Snapshot:
         torch.default_generator.set_state(host)
         random.setstate(python)
         if numpy is not None:
-            sys.modules["numpy"].random.set_state(numpy)
+            sys.modules["numpy.random"].set_state(numpy)
         for box, before in self._changed():
             box.clear()
             (box.extend if isinstance(box, list) else box.update)(before)
@@ -96,11 +96,11 @@ def _contents(box: Any) -> Iterable[Any]:
 
 
 def _host_random() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy.random")  # importing it takes half a second
     return (
         torch.default_generator.get_state(),
         random.getstate(),
-        None if numpy is None else numpy.random.get_state(),
+        None if numpy is None else numpy.get_state(),
     )
 
 
