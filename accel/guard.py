@@ -127,11 +127,6 @@ class WeightGuard:
         """The watched module, None if it is gone."""
         return self._module()
 
-    @property
-    def module(self) -> nn.Module | None:
-        """The module watched, while it lives."""
-        return self._module()
-
     def check(self) -> int:
         """The current version, after a look at every address (about 0.1 µs each)."""
         try:
