@@ -50,6 +50,8 @@ _INDEXING = {
     aten._index_put_impl_.default,
 }
 _COPIES = {aten._to_copy.default, aten.copy_.default, aten.copy.default}
+_RUNNING_STATISTICS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default}
+"""Their schemas hide that they write arguments 3 and 4 where argument 5, `training`, is true."""
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}
 
 learned: set[Any] = set()
@@ -99,6 +101,7 @@ def _rule_for(func: Any) -> Rule:
         for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+    writes += (3, 4) if func in _RUNNING_STATISTICS else ()
     composite, lifts = _is_composite(func), func in _LIFTS
     draws = any(argument.name == "generator" for argument in func._schema.arguments)
     random = draws or torch.Tag.nondeterministic_seeded in func.tags
@@ -307,7 +310,8 @@ class OpRecorder(TorchDispatchMode):
         return constant
 
     def _note_writes(self, func: Any, rule: Rule, args: Any, kwargs: Any) -> None:
-        for place in rule.writes:
+        writes = rule.writes if func not in _RUNNING_STATISTICS or args[5] else ()
+        for place in writes:
             written = kwargs.get(place) if isinstance(place, str) else _at(args, place)
             for x in leaves(written):
                 if isinstance(x, torch.Tensor) and x.numel():
