@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from accel.pipelines.doctor import Finding
 from accel.pipelines.plotting import title
@@ -22,7 +22,7 @@ def print_bench(result: dict[str, Any]) -> None:
     table.add_row("set-up", "", f"{patched['setup_s']:.3f} s")
     table.add_row("peak memory", _gib(eager["peak_bytes"]), _gib(patched["peak_bytes"]))
     table.add_row("reserved memory", _gib(eager["reserved_bytes"]), _gib(patched["reserved_bytes"]))
-    console = Console()
+    console = _console()
     console.print(table)
     _say(console, f"eager / patched: {result['ratio']:.2f}")
     _say(console, _equality(result))
@@ -48,7 +48,7 @@ def print_check(result: dict[str, Any]) -> None:
     for check in result["checks"]:
         latents, pictures = words[check["latents_equal"]], words[check["pictures_equal"]]
         table.add_row(check["run"], latents, pictures, f"{check['pixel_variance']:.1f}")
-    console = Console()
+    console = _console()
     console.print(table)
     _say(console, result["verdict"])
 
@@ -56,12 +56,14 @@ def print_check(result: dict[str, Any]) -> None:
 def print_explanation(result: dict[str, Any]) -> None:
     """Draws what `explaining.explain` returned: a row a part, then every break and every reason."""
     report = result["report"]
-    console = Console()
+    console = _console()
     if report["inactive"] is not None:
         _say(console, f"nothing is accelerated: {report['inactive']}")
     if not report["parts"]:
         return
-    table = Table("part", "class", "captured", "replayed", "eager", "segments", "breaks")
+    table = Table("part", Column("class", overflow="fold"))
+    for heading in ("captured", "replayed", "eager", "segments", "breaks"):
+        table.add_column(heading)
     for part in report["parts"]:
         table.add_row(*_row(part))
     console.print(table)
@@ -95,11 +97,17 @@ def print_doctor(findings: list[Finding]) -> None:
     table = Table("what", "found")
     for finding in findings:
         table.add_row(finding.name, finding.value)
-    console = Console()
+    console = _console()
     console.print(table)
     for finding in findings:
         if finding.warning is not None:
             _say(console, f"warning: {finding.name}: {finding.warning}")
+
+
+def _console() -> Console:
+    """Stdout as wide as the terminal; into a file or a pipe wide enough for every table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
 
 
 def _say(console: Console, line: str) -> None:

@@ -222,3 +222,10 @@ def test_ctrl_c_ends_quietly(
     monkeypatch.setattr("diffusers.UNet2DConditionModel.forward", interrupted)
     done = accel_cli("generate", "x", *model)
     assert (done.code, done.complaint) == (130, "accel: interrupted")
+
+
+def test_a_video_model_is_refused(accel_cli: Cli, saved: Folder) -> None:
+    done = accel_cli("generate", "x", "--model", saved("wan"), "-o", "x.png")
+    assert done.code == 2
+    assert "makes videos; accel generate makes pictures" in done.complaint
+    assert not Path("x.png").exists()

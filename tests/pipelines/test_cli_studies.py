@@ -164,3 +164,9 @@ def test_a_title_names_what_was_measured() -> None:
     settings = {"width": None, "steps": None, "dtype": "float32"}
     result = {"model": "m", "device": "d", "settings": settings}
     assert plotting.title(result) == "m, float32, d"
+
+
+def test_frames_of_a_video_are_compared(accel_cli: Cli, saved: Folder) -> None:
+    done = accel_cli("verify", saved("wan"), *SMALL, "--set", "num_frames=5", "--runs", "1")
+    assert done.code == 0, done.err
+    assert "equal" in done.out

@@ -1,0 +1,49 @@
+import pytest
+
+from accel.pipelines import tables
+from accel.reporting import BreakReport, GraphReport, PartReport, Report
+
+
+def test_an_explanation_names_every_break_and_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    part = PartReport("unet", "UNet2DConditionModel", captures=1, replays=7)
+    part.eager("first call of the module")
+    break_ = BreakReport("model.py:12 [forward]", "aten.item", "automatic", guarded=True)
+    part.graphs.append(GraphReport("1x4x8x8", 2, 310, 0.1, 2**20, 7, [break_]))
+    declined = PartReport("vae", "AutoencoderKL", declined="the GPU is the bottleneck: 92 %")
+    report = Report([part, declined], pool_bytes=3 * 2**30)
+    tables.print_explanation({"report": report.to_dict()})
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if "UNet2D" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["unet", "UNet2DConditionModel", "1", "7", "1", "2", "1"]
+    assert "unet: automatic break at model.py:12 [forward]: aten.item, guarded\n" in out
+    assert "unet: eager x1: first call of the module\n" in out
+    assert "vae: declined: the GPU is the bottleneck: 92 %\n" in out
+    assert "memory of the graphs: 3.00 GiB\n" in out
+
+
+def test_a_flat_picture_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    side = {
+        "median_s": 1.0,
+        "step_ms": None,
+        "warm_up_s": [2.0],
+        "peak_bytes": 2**30,
+        "reserved_bytes": None,
+    }
+    result = {
+        "model": "m",
+        "device": "d",
+        "settings": {"dtype": "float32"},
+        "eager": side,
+        "patched": {**side, "first_s": 2.0, "setup_s": 1.0},
+        "ratio": 1.0,
+        "pixel_variance": 0.0,
+        "latents_equal": True,
+        "pictures_equal": True,
+        "inactive": None,
+    }
+    tables.print_bench(result)
+    out = capsys.readouterr().out
+    assert "pictures: flat, so their equality proves nothing\n" in out
+    assert "nothing was accelerated" not in out
+    assert "1.00 GiB" in out
