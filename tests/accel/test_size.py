@@ -9,7 +9,17 @@ from pathlib import Path
 
 import accel
 
-ENGINE = "graph backend record recorded signature runner guard memory reporting".split()
+ENGINE = [
+    "graph",
+    "backend",
+    "record",
+    "recorded",
+    "signature",
+    "runner",
+    "guard",
+    "memory",
+    "reporting",
+]
 LIMIT = 1200
 
 
