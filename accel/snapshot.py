@@ -64,9 +64,9 @@ class Snapshot:
         if not _equal(self._host_random, _host_random()):
             return "the forward draws random numbers on the host"
         for box, before in self._changed():
-            known = {id(x) for x in _contents(before)}
-            news = [x for x in _contents(box) if id(x) not in known]
-            if any(isinstance(leaf, torch.Tensor) for leaf in leaves(news)):
+            known = {id(leaf) for leaf in leaves(list(_contents(before)))}
+            now = leaves(list(_contents(box)))
+            if any(isinstance(leaf, torch.Tensor) and id(leaf) not in known for leaf in now):
                 return "the model keeps a tensor from call to call"
         return None
 
