@@ -102,7 +102,7 @@ def load(
             raise explained(error) from error
         raise BadInput(f"{model.name} cannot be loaded: {first_line(error)}") from error
     hide_progress(pipe)
-    activate(pipe, loras)
+    activate(pipe, loras, trust)
     return pipe
 
 
@@ -162,25 +162,36 @@ def _identified(lora: Lora) -> Lora:
     return lora
 
 
-def activate(pipe: Any, loras: Sequence[Lora]) -> None:
+def activate(pipe: Any, loras: Sequence[Lora], trust: Trust | None = None) -> None:
     """Loads `loras` into `pipe` and sets their scales."""
     if not loras:
         return
     if not hasattr(pipe, "load_lora_weights"):
         raise BadInput(f"--lora: {type(pipe).__name__} takes no LoRA")
-    for index, lora in enumerate(loras):
-        path = Path(lora.path).expanduser()
-        options = {"weight_name": path.name} if path.is_file() else {}
-        source = str(path.parent) if path.is_file() else lora.path
+    names = [f"lora_{index}" for index in range(len(loras))]
+    for name, lora in zip(names, loras, strict=True):
         try:
-            pipe.load_lora_weights(
-                source, adapter_name=f"lora_{index}", use_safetensors=True, **options
-            )
+            _load_lora(pipe, lora, name, trust or Trust())
+        except AccelError:
+            raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise explained(error) from error
             raise BadInput(f"--lora {lora.path} cannot be loaded: {first_line(error)}") from error
-    names = [f"lora_{index}" for index in range(len(loras))]
     if not set(names) <= {n for ns in pipe.get_list_adapters().values() for n in ns}:
         raise BadInput("--lora: its layers do not belong to this model, nothing would change")
     pipe.set_adapters(names, [lora.scale for lora in loras])
+
+
+def _load_lora(pipe: Any, lora: Lora, name: str, trust: Trust) -> None:
+    path = Path(lora.path).expanduser()
+    safely = None if trust.pickle else True
+    if not path.is_file():
+        pipe.load_lora_weights(lora.path, adapter_name=name, use_safetensors=safely)
+        return
+    if path.suffix != ".safetensors" and not trust.pickle:
+        # The library reads such a file whatever `use_safetensors` says.
+        raise BadInput(f"--lora {lora.path} needs pickle: allow it with --trust-pickle")
+    pipe.load_lora_weights(
+        str(path.parent), weight_name=path.name, adapter_name=name, use_safetensors=safely
+    )

@@ -224,6 +224,16 @@ def test_ctrl_c_ends_quietly(
     assert (done.code, done.complaint) == (130, "accel: interrupted")
 
 
+def test_sizes_are_refused_or_rounded_as_the_model_does(accel_cli: Cli, saved: Folder) -> None:
+    size = ("--size", "66x64", "--steps", "2", "-o", "x.png")
+    refused = accel_cli("generate", "x", "--model", saved("zimage"), *size)
+    assert refused.code == 2
+    assert "Width must be divisible by " in refused.complaint
+    rounded = accel_cli("generate", "x", "--model", saved("flux"), *size)
+    assert rounded.code == 0
+    assert rounded.complaint == "accel: 66x64 asked for, but the model made 64x64"
+
+
 def test_a_video_model_is_refused(accel_cli: Cli, saved: Folder) -> None:
     done = accel_cli("generate", "x", "--model", saved("wan"), "-o", "x.png")
     assert done.code == 2

@@ -55,6 +55,22 @@ def test_a_lora_of_another_model_is_refused(accel_cli: Cli, saved: Folder, tmp_p
     assert "--lora" in done.complaint
 
 
+def test_a_lora_that_needs_pickle_is_refused_unless_allowed(
+    accel_cli: Cli, saved: Folder, lora: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    torch.save(load_file(lora), tmp_path / "style.bin")
+    arguments = ("generate", "x", "-m", saved("sd15"), *SMALL, "-o", "x.png")
+    refused = accel_cli(*arguments, "--lora", "style.bin")
+    assert refused.code == 2
+    assert refused.complaint == (
+        "accel: --lora style.bin needs pickle: allow it with --trust-pickle"
+    )
+    allowed = accel_cli(*arguments, "--lora", "style.bin", "--trust-pickle")
+    assert allowed.code == 0, allowed.err
+
+
 def test_weights_in_the_fp16_variant_load(accel_cli: Cli, copied: Folder) -> None:
     folder = copied("sd15")
     for part in ("unet", "vae", "text_encoder"):
