@@ -19,8 +19,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from accel.pipelines.demo import DEFAULT_GUIDANCE, DEFAULT_STEPS, SIZE
-from accel.pipelines.demo.measuring import Expectation
 from demo_training.data import Dataset, Studio, as_signal
 from demo_training.judging import (
     Prompt,
@@ -35,6 +33,9 @@ from demo_training.learning import DenoiserTraining, cache_latents, train_vae
 from demo_training.parts import FLOW_SHIFT, PROMPT_TOKENS, Parts, new_parts, pipeline, save
 from diffusers import DiffusionPipeline, StableDiffusionPipeline
 from PIL import Image
+
+from accel.pipelines.demo import DEFAULT_GUIDANCE, DEFAULT_STEPS, SIZE
+from accel.pipelines.demo.measuring import Expectation
 
 PROMPTS = Path(__file__).parent.parent / "tests" / "pipelines" / "demo" / "prompts.json"
 DEFAULTS = Settings(DEFAULT_STEPS, DEFAULT_GUIDANCE, FLOW_SHIFT)
@@ -99,7 +100,7 @@ def main(
     vae_batch: Annotated[int, typer.Option(help="pictures an autoencoder step")] = 64,
     vae_share: Annotated[float, typer.Option(help="the autoencoder's share of the time")] = 0.23,
     rate: Annotated[float, typer.Option(help="peak learning rate")] = 1e-3,
-    trials: Annotated[int, typer.Option(help="random prompts for each sampling setting")] = 384,
+    trials: Annotated[int, typer.Option(help="random prompts for each sampling setting")] = 256,
     side: Annotated[int, typer.Option(help="side of the pictures, less for rehearsals")] = SIZE,
     seed: Annotated[int, typer.Option(help="seed of scenes and weights")] = 0,
 ) -> None:
@@ -116,11 +117,12 @@ def main(
     data = Dataset(studio, _tokenize(parts), torch.device(device))
     data.wait_for(4 * vae_batch)
     papers.log(f"{data.ready} scenes drawn, training the autoencoder")
-    train_vae(parts.vae, data, plan.vae, vae_batch, 1.5e-3, papers.log)
+    train_vae(parts.vae, data, plan.vae, vae_batch, 2e-3, papers.log)
     papers.log(f"{data.ready} scenes drawn, encoding them")
     _show_reconstructions(parts, data, papers)
-    cache_latents(parts.vae, data, vae_batch)
-    papers.log(f"{len(data.latents)} latents")
+    cache_latents(parts.vae, data, 4 * vae_batch)
+    spread = [f"{value:.2f}" for value in data.latents[:2000].float().std(dim=(0, 2, 3)).tolist()]
+    papers.log(f"{len(data.latents)} latents, standard deviations {' '.join(spread)}")
     _train_denoiser(parts, data, plan, batch, rate, output, papers)
     save(parts, output)
     papers.pack(output)
@@ -176,7 +178,7 @@ def _train_denoiser(
 @torch.no_grad()
 def _show_reconstructions(parts: Parts, data: Dataset, papers: Report) -> None:
     pictures = as_signal(data.pixels[:10])
-    rebuilt = parts.vae.decode(parts.vae.encode(pictures).latent_dist.mean).sample
+    rebuilt = parts.vae.decode(parts.vae.encode(pictures).latents).sample
     papers.log(f"reconstruction L1 {(rebuilt - pictures).abs().mean().item():.4f}")
     both = torch.cat([pictures, rebuilt.clamp(-1, 1)]).add(1).mul(127.5).round().byte()
     images = [Image.fromarray(array) for array in both.permute(0, 2, 3, 1).cpu().numpy()]

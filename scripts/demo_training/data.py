@@ -10,15 +10,17 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import get_context
 from multiprocessing.pool import Pool
+from multiprocessing.synchronize import Event
 from random import Random
 
 import numpy as np
 import torch
+from PIL import Image
+
 from accel.pipelines.demo.captions import caption
 from accel.pipelines.demo.drawing import draw_scene
 from accel.pipelines.demo.measuring import Expectation, complaints
 from accel.pipelines.demo.scene import random_scene
-from PIL import Image
 
 CAPTIONS = 8
 """Wordings for each scene."""
@@ -27,6 +29,7 @@ CHUNK = 250
 """Scenes that a worker draws at a time."""
 
 _canvas: np.ndarray | None = None  # in a worker: every scene's pixels, shared with the parent
+_stopped: Event | None = None  # in a worker: whether drawing is over
 
 Judged = tuple[np.ndarray, Expectation, bool]
 
@@ -44,13 +47,19 @@ class Studio:
         shape = (self.scenes, side, side, 3)
         # An anonymous map is shared by forks whatever the size of /dev/shm.
         self.pixels = np.frombuffer(mmap.mmap(-1, int(np.prod(shape))), np.uint8).reshape(shape)
-        self._pool: Pool = get_context("fork").Pool(workers, _open, (self.pixels,))
+        context = get_context("fork")
+        self._stopped = context.Event()
+        self._pool: Pool = context.Pool(workers, _open, (self.pixels, self._stopped))
         jobs = [(seed, chunk) for chunk in range(self.scenes // CHUNK)]
         self._drawn = self._pool.imap_unordered(_draw_chunk, jobs)
 
     def drawn(self) -> Iterable[tuple[int, list[str]]]:
         """(first scene, captions of `CHUNK` scenes, `CAPTIONS` each) as they are finished."""
         return self._drawn
+
+    def stop_drawing(self) -> None:
+        """Leaves the scenes that nobody has begun undrawn."""
+        self._stopped.set()
 
     def judge(self, work: Sequence[Judged]) -> list[list[str]]:
         """The complaints about each (picture, expectation, whether shapes count)."""
@@ -61,14 +70,16 @@ class Studio:
         self._pool.terminate()
 
 
-def _open(pixels: np.ndarray) -> None:
-    global _canvas
-    _canvas = pixels
+def _open(pixels: np.ndarray, stopped: Event) -> None:
+    global _canvas, _stopped
+    _canvas, _stopped = pixels, stopped
 
 
 def _draw_chunk(job: tuple[int, int]) -> tuple[int, list[str]]:
-    assert _canvas is not None
+    assert _canvas is not None and _stopped is not None
     seed, chunk = job
+    if _stopped.is_set():
+        return chunk * CHUNK, []
     rng = Random(seed * 1_000_003 + chunk)
     texts: list[str] = []
     for index in range(chunk * CHUNK, (chunk + 1) * CHUNK):
@@ -94,6 +105,7 @@ class Dataset:
     ) -> None:
         count, side = studio.scenes, studio.side
         self.device = device
+        self._studio = studio
         self.pixels = torch.empty((count, side, side, 3), dtype=torch.uint8, device=device)
         length = tokenize([""]).shape[1]
         self.tokens = torch.empty((count, CAPTIONS, length), dtype=torch.int16, device=device)
@@ -106,6 +118,8 @@ class Dataset:
     def _collect(self, studio: Studio, tokenize: Callable[[list[str]], torch.Tensor]) -> None:
         try:
             for first, texts in studio.drawn():
+                if not texts:
+                    continue
                 low, high = self.ready, self.ready + CHUNK
                 self.pixels[low:high] = torch.from_numpy(studio.pixels[first : first + CHUNK]).to(
                     self.device
@@ -121,10 +135,16 @@ class Dataset:
 
     def wait_for(self, scenes: int) -> None:
         """Returns when at least `scenes` are ready (all of them, if there are fewer)."""
-        while self.ready < min(scenes, len(self.pixels)):
-            if self.error is not None:
-                raise RuntimeError("drawing scenes failed") from self.error
+        while self.ready < min(scenes, len(self.pixels)) and self.error is None:
             self._thread.join(0.05)
+        if self.error is not None:
+            raise RuntimeError("drawing scenes failed") from self.error
+
+    def finish(self) -> None:
+        """Ends the drawing: what is ready now is all there will be."""
+        self._studio.stop_drawing()
+        self._thread.join()
+        self.wait_for(0)
 
     def pictures(self, count: int) -> torch.Tensor:
         """(count, 3, side, side) random pictures in [-1, 1], float32."""

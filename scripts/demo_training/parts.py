@@ -13,15 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accel.pipelines.demo.words import known_words
 from diffusers import (
-    AutoencoderKL,
+    AutoencoderTiny,
     DPMSolverMultistepScheduler,
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
+from diffusers.models.autoencoders.vae import AutoencoderTinyBlock
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from accel.pipelines.demo.words import known_words
 
 PROMPT_TOKENS = 48
 LATENT_CHANNELS = 8
@@ -38,13 +41,13 @@ class Parts:
     tokenizer: CLIPTokenizer
     text_encoder: CLIPTextModel
     unet: UNet2DConditionModel
-    vae: AutoencoderKL
+    vae: AutoencoderTiny
 
 
 def new_parts(side: int) -> Parts:
     """All parts, freshly initialised, for pictures of `side` by `side` pixels."""
     tokenizer = make_tokenizer(known_words())
-    return Parts(tokenizer, _text_encoder(tokenizer), _unet(side), _vae(side))
+    return Parts(tokenizer, _text_encoder(tokenizer), _unet(side), _vae())
 
 
 def make_tokenizer(words: Iterable[str]) -> CLIPTokenizer:
@@ -94,25 +97,41 @@ def _unet(side: int) -> UNet2DConditionModel:
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
         cross_attention_dim=TEXT_WIDTH,
         attention_head_dim=3,  # diffusers' name for the number of heads here
-        norm_num_groups=16,
+        norm_num_groups=8,
     )
-    torch.nn.init.zeros_(unet.conv_out.weight)
+    nn.init.zeros_(unet.conv_out.weight)
     return unet
 
 
-def _vae(side: int) -> AutoencoderKL:
-    return AutoencoderKL(
+def _vae() -> AutoencoderTiny:
+    """An autoencoder without normalisation: group norm takes away what a flat colour consists of.
+
+    It starts as "every eighth pixel, repeated": identity kernels and residual branches near zero.
+    """
+    vae = AutoencoderTiny(
         latent_channels=LATENT_CHANNELS,
-        block_out_channels=(16, 32, 64, 64),
-        layers_per_block=1,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        mid_block_add_attention=False,
-        norm_num_groups=8,
-        sample_size=side,
-        scaling_factor=1.0,
-        force_upcast=False,
+        encoder_block_out_channels=(32,) * 4,
+        decoder_block_out_channels=(48,) * 4,
+        num_encoder_blocks=(0, 2, 2, 2),
+        num_decoder_blocks=(2, 2, 2, 1),
     )
+    with torch.no_grad():
+        for module in vae.modules():
+            if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3):
+                module.weight.mul_(0.3).add_(nn.init.dirac_(torch.empty_like(module.weight)))
+                if module.bias is not None:
+                    module.bias.zero_()
+        for block in vae.modules():
+            if isinstance(block, AutoencoderTinyBlock):
+                _start_near_zero(block.conv)
+    return vae
+
+
+def _start_near_zero(branch: nn.Sequential) -> None:
+    for layer in branch:
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    branch[-1].weight.mul_(0.05)
 
 
 def scheduler(shift: float = FLOW_SHIFT) -> DPMSolverMultistepScheduler:
@@ -158,6 +177,11 @@ def save(parts: Parts, folder: Path) -> None:
     # line the two halves of the pipeline would come up in different ones.
     config = beside / "text_encoder" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}, indent=2))
+    # diffusers writes this derived setting and then warns about it when it loads it.
+    config = beside / "vae" / "config.json"
+    settings = json.loads(config.read_text())
+    settings.pop("block_out_channels", None)
+    config.write_text(json.dumps(settings, indent=2))
     for path in beside.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
     shutil.rmtree(folder, ignore_errors=True)
@@ -165,17 +189,15 @@ def save(parts: Parts, folder: Path) -> None:
 
 
 @torch.no_grad()
-def fold_statistics(vae: AutoencoderKL, mean: torch.Tensor, std: torch.Tensor) -> None:
-    """Makes the autoencoder's latents zero-mean and unit-variance in each channel, exactly.
+def normalise(vae: AutoencoderTiny, latents: torch.Tensor) -> None:
+    """Gives the encoder's last layer zero mean and unit variance in each channel of `latents`.
 
-    `mean` and `std` (channels,) are those of the latents it gives now. The inverse goes into the
-    1x1 convolutions around the latents, so decoded pictures stay the same.
+    `latents` (n, channels, height, width) are what it gives now. The decoder's first layer undoes
+    the change, up to the squashing of its input and the padding at the rim.
     """
-    channels = len(mean)
-    before, after = vae.quant_conv, vae.post_quant_conv
-    scale = torch.cat([1 / std, torch.ones_like(std)])
-    before.weight.mul_(scale[:, None, None, None])
-    before.bias[:channels].sub_(mean).div_(std)
-    before.bias[channels:].sub_(2 * std.log())
-    after.bias.add_(after.weight[:, :, 0, 0] @ mean)
-    after.weight.mul_(std[None, :, None, None])
+    mean, std = latents.mean(dim=(0, 2, 3)), latents.std(dim=(0, 2, 3))
+    last, first = vae.encoder.layers[-1], vae.decoder.layers[0]
+    last.weight.div_(std[:, None, None, None])
+    last.bias.sub_(mean).div_(std)
+    first.bias.add_(first.weight.sum(dim=(2, 3)) @ mean)
+    first.weight.mul_(std[None, :, None, None])
