@@ -73,8 +73,8 @@ class Backend(Protocol):
     def wait_stream(self, stream: Any, awaited: Any) -> None:
         """Work queued on `stream` from now on starts after all that is queued on `awaited`."""
 
-    def record_event(self, stream: Any) -> Event:
-        """An event, able to tell time, at the end of what is queued on `stream`."""
+    def record_event(self, stream: Any, timing: bool = False) -> Event:
+        """An event at the end of what is queued on `stream`, able to tell time if asked."""
 
     def wait_event(self, stream: Any, event: Event) -> None:
         """Work queued on `stream` from now on starts after `event`."""
@@ -199,8 +199,8 @@ class CudaBackend:
     def wait_stream(self, stream: Any, awaited: Any) -> None:
         stream.wait_stream(awaited)
 
-    def record_event(self, stream: Any) -> Event:
-        event = torch.cuda.Event(enable_timing=True)
+    def record_event(self, stream: Any, timing: bool = False) -> Event:
+        event = torch.cuda.Event(enable_timing=timing)
         event.record(stream)
         return event
 

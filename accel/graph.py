@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -67,9 +68,14 @@ class BreakableGraph:
     def replay(self) -> None:
         """Runs every step on the current stream. Raises `GuardMiss` if a guarded value differs: all
         that ran up to there wrote to the graph's own memory only, so the caller can run eagerly."""
-        with self.pool.use(), torch.inference_mode(False), torch.no_grad():
-            for step in self.steps:
-                step.replay()
+        with self.pool.use():
+            if not self.breaks:
+                for segment in self.steps:
+                    segment.replay()
+                return
+            with torch.inference_mode(False), torch.no_grad():
+                for step in self.steps:
+                    step.replay()
 
     @property
     def segments(self) -> int:
@@ -220,16 +226,15 @@ class Recording:
     """A graph in the making: opens and closes segments around breaks.
 
     A segment is replayed as soon as it closes, so that break bodies, and the call that is being
-    recorded, see true values.
+    recorded, see true values. `weights` are addresses of storages that a module owns, watched by
+    its guard and not held; `arguments` those of the static inputs.
     """
 
-    def __init__(self, graph: BreakableGraph) -> None:
-        self.graph = graph
+    def __init__(
+        self, graph: BreakableGraph, weights: Collection[int] = (), arguments: Collection[int] = ()
+    ) -> None:
+        self.graph, self.weights, self.arguments = graph, weights, arguments
         self.observer: Observer | None = None
-        self.weights: Collection[int] = ()
-        """Addresses of storages that a module owns: watched by its guard, not held."""
-        self.arguments: Collection[int] = ()
-        """Addresses of the static inputs' storages."""
         self.held = Held()
         self.effect: str | None = None
         """The first thing that a replay could not take back; no guard may follow it."""
@@ -343,12 +348,19 @@ def current_recording() -> Recording | None:
 
 
 @contextlib.contextmanager
-def capture(graph: BreakableGraph, *, automatic: bool = True) -> Iterator[Recording]:
+def capture(
+    graph: BreakableGraph,
+    *,
+    automatic: bool = True,
+    weights: Collection[int] = (),
+    arguments: Collection[int] = (),
+) -> Iterator[Recording]:
     """Records what the body does into `graph`, running it at the same time.
 
     `automatic` finds and breaks ops that cannot be recorded; without it every break must be
-    explicit (`eager_on_graph`, `break_graph`) and recording costs nothing an op. Raises what the
-    body raises, or `Refused`; the process and the pool stay usable.
+    explicit (`eager_on_graph`, `break_graph`) and recording costs nothing an op. `weights` and
+    `arguments` are addresses that a `Recording` treats apart. Raises what the body raises, or
+    `Refused`; the process and the pool stay usable.
 
     >>> x = torch.ones(2, device=device)
     >>> graph = BreakableGraph(Pool(device))
@@ -362,12 +374,13 @@ def capture(graph: BreakableGraph, *, automatic: bool = True) -> Iterator[Record
     from accel.record import OpRecorder  # record.py builds on this module
 
     pool = graph.pool
-    recording = Recording(graph)
+    recording = Recording(graph, weights, arguments)
     with contextlib.ExitStack() as stack:
         for context in (pool.recording(), torch.inference_mode(False), torch.no_grad()):
             stack.enter_context(context)
         stack.enter_context(pool.backend.hide_capturing())
         stack.enter_context(_no_autocast_cache())
+        stack.enter_context(_no_garbage_collection())
         outer, _thread.recording = current_recording(), recording
         try:
             recording.open()
@@ -391,6 +404,18 @@ def _no_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection may destroy someone's graphs and events, and takes longer than the recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @overload

@@ -72,6 +72,7 @@ class Pool:
         self.tenants: weakref.WeakSet[Any] = weakref.WeakSet()
         self._side = backend.new_stream(self.device)
         self._last_use: Event | None = None
+        self._last_stream: Any = None
         self._warm: set[int] = set()
         self._ticks = 0
         self._open_generation()
@@ -109,12 +110,13 @@ class Pool:
         """Exclusive use: the pool's earlier work comes before what the caller's stream gets now."""
         with self.lock:
             stream = self.backend.current_stream(self.device)
-            if self._last_use is not None:
+            if self._last_use is not None and stream != self._last_stream:
                 self.backend.wait_event(stream, self._last_use)
             try:
                 yield
             finally:
                 self._last_use = self.backend.record_event(stream)
+                self._last_stream = stream
 
     @contextlib.contextmanager
     def upload(self) -> Iterator[None]:

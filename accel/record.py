@@ -137,7 +137,7 @@ class OpRecorder(TorchDispatchMode):
         self.recording = recording
         self._pool, self._backend = pool, pool.backend
         self._address, self._plain = pool.backend.address, set(pool.backend.tensor_types)
-        self._known: set[int] = set()
+        self._known: set[int] = set(recording.weights)
         self._outside: dict[int, str] = {}
         self._made: dict[int, torch.UntypedStorage] = {}
         self._host_data = _HostData(self)
@@ -227,9 +227,7 @@ class OpRecorder(TorchDispatchMode):
         base = storage.data_ptr()
         if base in self._outside or base in self._known:
             return
-        if base in self.recording.weights:
-            self._outside[base] = "a weight"
-        elif base in self.recording.arguments:
+        if base in self.recording.arguments:
             self._outside[base] = "an argument"
         elif base not in self._backend.live_blocks(self._pool.id):
             self._outside[base] = "a tensor that outlives the call"
@@ -322,7 +320,8 @@ class OpRecorder(TorchDispatchMode):
             if x.untyped_storage().data_ptr() not in self._made:
                 raise Refused(f"{func} writes a host tensor that outlives the call")
             return
-        outside = self._outside.get(self._backend.storage(x).data_ptr())
+        base = self._backend.storage(x).data_ptr()
+        outside = "a weight" if base in self.recording.weights else self._outside.get(base)
         if outside == "an argument":
             raise Refused(f"{func} changes an argument in place")
         if outside is not None:

@@ -54,9 +54,8 @@ class Recorded:
             self._static = StaticInputs(key.tensors, backend)
             args, kwargs = self._static.substitute(call, key.tensors)
             edits = Edits((args, kwargs))
-            with capture(self.graph) as recording:
-                recording.weights = weights
-                recording.arguments = self._static.storages
+            inputs = self._static.storages
+            with capture(self.graph, weights=weights, arguments=inputs) as recording:
                 result = function(*args, **kwargs)
             self._settle(recording, result, edits, live, objection)
             grown = backend.pool_bytes(pool.id) - grown
@@ -101,8 +100,7 @@ class Recorded:
         pool = self.graph.pool
         random = pool.backend.rng_state(pool.device) if self.uses_random else None
         with _rng_restored_on_error(pool, random), pool.use():
-            with torch.no_grad():
-                self._static.fill(tensors)
+            self._static.fill(tensors)
             self.graph.replay()
             self.report.replays += 1
             result = self._results.give(tensors)

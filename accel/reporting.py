@@ -85,7 +85,10 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dicts, lists, numbers and strings."""
-        return asdict(self)
+        plain = asdict(self, dict_factory=dict)
+        for part, reported in zip(plain["parts"], self.parts, strict=True):
+            part["reasons"] = dict(reported.reasons)  # asdict takes a Counter apart wrongly
+        return plain
 
     def __getitem__(self, name: str) -> PartReport:
         for part in self.parts:

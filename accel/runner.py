@@ -34,6 +34,8 @@ VARIANTS = 4
 """Recordings a signature, and plain values an argument, may have."""
 BARRED_CALLS = 64
 """Calls that a signature over the memory limit waits before it may be recorded again."""
+PROBED_FIRST = 16
+"""Replays before which the state is checked, not after, once it was seen to change."""
 FIRST_OF_SIGNATURE = "first call of this signature"
 
 _thread = threading.local()
@@ -50,11 +52,13 @@ class Entry:
     eager_seconds: float | None = None
     judged: list[float] = field(default_factory=list)
     misses: int = 0
+    missed_in_a_row: int = 0
     stale_turns: int = 0
     retried: bool = False
     last_use: int = 0
     bytes: int = 0
     barred: int = 0
+    barred_for: str = ""
 
 
 class GraphRunner:
@@ -93,7 +97,7 @@ class GraphRunner:
         self._guard = None if module is None else WeightGuard(module, pool.backend)
         self._values: dict[Any, list[set[Any]]] = {}
         self._calls = 0
-        self._probe_first = False
+        self._probe_first = 0
         pool.tenants.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,13 +144,12 @@ class GraphRunner:
             raise Uncapturable("gradients are enabled: call under torch.no_grad()")
 
     def _entry(self, key: Signature, call: Any) -> Entry:
-        ambient = Ambient(self._backend.device_type).key
-        full = (key.shapes, key.values, ambient)
+        full = (key.shapes, key.values)
         known = self.entries.get(full)
         if known is not None:
             return known
         with self.pool.lock:
-            seen = self._values.setdefault((key.shapes, ambient), [set() for _ in key.values])
+            seen = self._values.setdefault(key.shapes, [set() for _ in key.values])
             for position, value in enumerate(key.values):
                 if value not in seen[position] and len(seen[position]) == VARIANTS:
                     name = argument_name(call, position)
@@ -164,7 +167,7 @@ class GraphRunner:
             return vetoed
         if entry.barred:
             entry.barred -= 1
-            return _over_limit(self.pool)
+            return entry.barred_for
         if self._calls == 1:
             entry.seen += self.capture == "always"
             return "first call of the module"
@@ -187,9 +190,9 @@ class GraphRunner:
         """An eager call that finds out whether the host is the bottleneck."""
         backend, stream = self._backend, self._backend.current_stream(self.pool.device)
         backend.synchronize(stream)
-        begin, first = backend.now(), backend.record_event(stream)
+        begin, first = backend.now(), backend.record_event(stream, timing=True)
         result = self.function(*call[0], **call[1])
-        last, host = backend.record_event(stream), backend.now() - begin
+        last, host = backend.record_event(stream, timing=True), backend.now() - begin
         last.synchronize()
         entry.eager_seconds = backend.now() - begin
         device, lag = first.elapsed_time(last) / 1e3, entry.eager_seconds - host
@@ -213,23 +216,26 @@ class GraphRunner:
                 self.report.guard_misses += 1
                 miss = str(missed)
                 continue
-            entry.misses = 0
+            entry.missed_in_a_row = 0
             if variant in entry.variants:  # the likeliest to fit comes first
                 entry.variants.remove(variant)
                 entry.variants.insert(0, variant)
             return result
-        if miss is None:
+        if miss is None or self._drop_stale(entry):  # weights that moved, their old memory in use
             return self._record(entry, key, call)
         entry.misses += 1
-        if entry.misses > VARIANTS:
-            self._decline(entry, f"no two calls agree: {miss}")
-        if entry.misses == 1 or entry.declined is not None:
+        entry.missed_in_a_row += 1
+        if entry.missed_in_a_row > 2 * VARIANTS:
+            for variant in entry.variants[:]:
+                self._drop(entry, variant)
+            entry.barred, entry.barred_for = BARRED_CALLS, f"no two calls agree: {miss}"
+        if entry.misses % 2 or entry.barred:  # a lazy cache may have been filled: once more eagerly
             return self._eager(miss, call)
         return self._record(entry, key, call)
 
-    def _drop_stale(self, entry: Entry) -> None:
-        """Recordings whose weights moved or whose outside tensors the model has replaced."""
-        version = self._weights_version()
+    def _drop_stale(self, entry: Entry) -> bool:
+        """Drops recordings whose weights moved or whose outside tensors the model has replaced."""
+        version, before = self._weights_version(), len(entry.variants)
         for variant in entry.variants[:]:
             replaced = variant.held.stale()
             if variant.weights_version == version and replaced is None:
@@ -240,22 +246,26 @@ class GraphRunner:
                 entry.stale_turns += 1
                 if entry.stale_turns > 2:
                     self._decline(entry, replaced)
+        return len(entry.variants) < before
 
     def _weights_version(self) -> int:
-        return 0 if self._guard is None else self._guard.check()
+        return 0 if self._guard is None else self._guard.check_alive()
 
     def _state(self) -> Any:
-        """Everything beyond arguments and addresses that a recording depends on."""
-        metadata = 0 if self._guard is None else self._guard.check_metadata()
-        return metadata, None if self._probe is None else self._probe()
+        """Everything beyond arguments that a recording depends on."""
+        weights = 0 if self._guard is None else self._guard.check()
+        probed = None if self._probe is None else self._probe()
+        return Ambient(self._backend.device_type).key, weights, probed
 
     def _replay(self, entry: Entry, variant: Recorded, key: Signature, call: Any) -> Any:
         """Replays and, while the device works, makes sure that the recording still holds. What
         cannot be taken back is checked before; so are runners whose state was seen to change."""
-        before = variant.commits or self._probe_first
+        before = variant.commits or self._probe_first > 0
+        self._probe_first -= self._probe_first > 0
         if before:
             self._check_state(variant)
-        with self._judged(entry), _inside():
+        judged = entry.eager_seconds is not None and len(entry.judged) < JUDGED_REPLAYS
+        with self._judged(entry) if judged else contextlib.nullcontext(), _inside():
             result = variant.replay(call, key.tensors)
         if not before:
             self._check_state(variant)
@@ -264,15 +274,13 @@ class GraphRunner:
 
     def _check_state(self, variant: Recorded) -> None:
         if self._state() != variant.state:
-            self._probe_first = True
+            self._probe_first = PROBED_FIRST
             raise GuardMiss("the module's state differs from the recording's")
 
     @contextlib.contextmanager
     def _judged(self, entry: Entry) -> Iterator[None]:
         """Times the first replays and drops the recording if they gain too little."""
-        if entry.eager_seconds is None or len(entry.judged) >= JUDGED_REPLAYS:
-            yield
-            return
+        assert entry.eager_seconds is not None
         backend, stream = self._backend, self._backend.current_stream(self.pool.device)
         backend.synchronize(stream)
         begin = backend.now()
@@ -289,7 +297,8 @@ class GraphRunner:
         self.pool.make_room()
         if self._veto is not None and (vetoed := self._veto()) is not None:
             return self._eager(vetoed, call)
-        weights_version, state = self._weights_version(), self._state()
+        state = self._state()
+        weights_version = self._weights_version()
         weights = () if self._guard is None else self._guard.storages
         failure: Exception | None = None
         before = Snapshot(self.pool, None if self._guard is None else self._guard.module)
@@ -341,7 +350,7 @@ class GraphRunner:
 
     def bar(self, entry: Entry) -> None:
         """Keeps a signature from being recorded again soon: there was no room for it."""
-        entry.barred = BARRED_CALLS
+        entry.barred, entry.barred_for = BARRED_CALLS, _over_limit(self.pool)
         self.report.evictions += 1
 
 

@@ -270,16 +270,23 @@ class StaticInputs:
         if any(overlaps(distinct(x)) for x in tensors):
             raise Uncapturable("an argument is a tensor whose elements overlap in memory")
         self.tensors = [like_in_memory(x, backend) for x in tensors]
-        self._targets = [distinct(x) for x in self.tensors]
-        self.fill(tensors)
+        # Host tensors stay as they are: their values are part of the key.
+        moving = [i for i, x in enumerate(self.tensors) if not x.is_cpu and x.numel()]
+        self._moving = [(i, self.tensors[i].shape) for i in moving]
+        self._targets = [distinct(self.tensors[i]).detach() for i in moving]
+        for target, source in zip(self.tensors, tensors, strict=True):
+            distinct(target.detach()).copy_(distinct(source))
         self.storages = {backend.storage(x).data_ptr(): i for i, x in enumerate(self.tensors)}
 
     def fill(self, tensors: list[torch.Tensor]) -> None:
         """Copies a call's tensors in, in the order of `Signature.tensors`."""
-        for target, source in zip(self._targets, tensors, strict=True):
-            if target.shape != source.shape:
-                source = distinct(source)
-            target.copy_(source)
+        if self._targets:
+            sources = [
+                tensors[i] if target.shape == shape else distinct(tensors[i])
+                for (i, shape), target in zip(self._moving, self._targets, strict=True)
+            ]
+            with torch.no_grad():
+                torch._foreach_copy_(self._targets, sources)
 
     def substitute(self, call: Any, tensors: list[torch.Tensor]) -> Any:
         """`call` with each tensor replaced by its static copy, all containers new."""

@@ -58,6 +58,7 @@ class Part:
         self.report = PartReport(name, type(module).__name__)
         self._probe = StateProbe(module)
         self._runner: GraphRunner | None = None
+        self._first: tuple[dict[str, Any], str] | None = _first_parameter(module)
         self._patched = PatchedMethod(module, method, self._call)
         self._skips_cache = _has_unread_cache(module, self._patched)
         self._patched.install()
@@ -105,8 +106,22 @@ class Part:
 
     def device(self) -> torch.device | None:
         """Where the module's first parameter is; None if it has none."""
-        first = next(self.module.parameters(), None)
-        return None if first is None else first.device
+        if self._first is None or self._first[1] not in self._first[0]:
+            self._first = _first_parameter(self.module)
+        if self._first is None:
+            return None
+        owner, name = self._first
+        device: torch.device = owner[name].device
+        return device
+
+
+def _first_parameter(module: nn.Module) -> tuple[dict[str, Any], str] | None:
+    """Where the module's first parameter is kept."""
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                return child._parameters, name
+    return None
 
 
 def _has_unread_cache(module: nn.Module, forward: Callable[..., Any]) -> bool:

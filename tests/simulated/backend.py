@@ -53,7 +53,7 @@ class SimulatedBackend:
     def wait_stream(self, stream: Stream, awaited: Stream) -> None:
         stream.time = max(stream.time, awaited.time)
 
-    def record_event(self, stream: Stream) -> Event:
+    def record_event(self, stream: Stream, timing: bool = False) -> Event:
         return Event(card.clock, max(stream.time, card.clock.host))
 
     def wait_event(self, stream: Stream, event: Any) -> None:
