@@ -229,6 +229,7 @@ class GraphRunner:
             for variant in entry.variants[:]:
                 self._drop(entry, variant)
             entry.barred, entry.barred_for = BARRED_CALLS, f"no two calls agree: {miss}"
+            self.report.declined = entry.barred_for
         if entry.misses % 2 or entry.barred:  # a lazy cache may have been filled: once more eagerly
             return self._eager(miss, call)
         return self._record(entry, key, call)
