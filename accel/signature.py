@@ -90,6 +90,8 @@ def signature(call: Any, backend: Backend) -> Signature:
             shapes.append((kind, len(parts.children), parts.names))
             for child in parts.children:
                 walk(child)
+        elif isinstance(x, torch.Generator):
+            shapes.append(kind)  # a recording that draws from one is refused
         elif isinstance(x, _FUNCTIONS):
             values.append((kind, x))
             shapes.append(None)

@@ -1,0 +1,168 @@
+"""One denoiser forward on a GPU: eager, as one bare CUDA graph, and patched, in one process.
+
+Answers three questions of a model at its real size: how far a patched forward is from the same
+forward captured whole and replayed, what a recording costs an op, and what declining costs. Run as
+
+    python scripts/measure_forward.py sdxl sd15 zimage:1024 --output docs/benchmarks/forward.json
+
+A name may carry a size in pixels. "alone" waits for the device around each forward; "in a row"
+queues forwards as a denoise loop does and waits once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import accel
+from accel.pipelines import zoo
+from accel.pipelines.machine import nvidia_driver, processor
+from accel.pipelines.versions import made_with
+
+REPEATS = 15
+ROW = 10
+
+
+def alone(run: Callable[[], object]) -> float:
+    """Median milliseconds of one forward between two waits."""
+    return statistics.median(_timed(run, 1) for _ in range(REPEATS))
+
+
+def in_a_row(run: Callable[[], object]) -> float:
+    """Median milliseconds a forward when `ROW` of them are queued without a wait."""
+    return statistics.median(_timed(run, ROW) for _ in range(5)) / ROW
+
+
+def _timed(run: Callable[[], object], times: int) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(times):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def denoiser_call(pipe: Any, settings: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The denoiser and the arguments of its last call in a short run of the pipeline."""
+    denoiser = getattr(pipe, "transformer", None) or pipe.unet
+    calls: list[tuple[Any, Any]] = []
+    hook = denoiser.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
+    pipe(
+        "a photo of a cat on a table",
+        output_type="latent",
+        **{**settings, "num_inference_steps": 3},
+    )
+    hook.remove()
+    return denoiser, *calls[-1]
+
+
+def bare_graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """The forward captured whole, by torch alone."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+    return graph
+
+
+@torch.no_grad()
+def measure(name: str, size: int | None) -> dict[str, Any]:
+    """Every figure of one model, in milliseconds unless the name says otherwise."""
+    settings = {**zoo.defaults(name)}
+    if size is not None:
+        settings |= {"height": size, "width": size}
+    pipe = zoo.build(name, device="cuda", dtype=zoo.dtype(name), seed=0)
+    pipe.set_progress_bar_config(disable=True)
+    denoiser, args, kwargs = denoiser_call(pipe, settings)
+
+    def run() -> Any:
+        return denoiser(*args, **kwargs)
+
+    eager = {"eager alone": alone(run), "eager in a row": in_a_row(run)}
+    expected = run()
+    graph = bare_graph(run)
+    bare = {"bare graph alone": alone(graph.replay), "bare graph in a row": in_a_row(graph.replay)}
+    accel.patch(denoiser)
+    calls = [_timed(run, 1) for _ in range(4)]
+    same = all(torch.equal(a, b) for a, b in zip(_tensors(run()), _tensors(expected), strict=True))
+    patched = {"patched alone": alone(run), "patched in a row": in_a_row(run)}
+    part = accel.report(denoiser)["module"]
+    figures: dict[str, Any] = {"model": name, "height": settings["height"], **eager, **bare}
+    figures |= {**patched, "bit-equal": same, "first four patched calls": calls}
+    figures["patched over bare, alone"] = patched["patched alone"] / bare["bare graph alone"]
+    figures["patched over bare, in a row"] = (
+        patched["patched in a row"] / bare["bare graph in a row"]
+    )
+    figures["patched over eager, in a row"] = patched["patched in a row"] / eager["eager in a row"]
+    figures |= _recording_cost(denoiser, run, eager["eager alone"]) if part.graphs else {}
+    figures |= {"declined": part.declined, "graph MiB": accel.report(denoiser).pool_bytes / 2**20}
+    accel.unpatch(denoiser)
+    return figures
+
+
+def _recording_cost(denoiser: Any, run: Callable[[], object], eager: float) -> dict[str, Any]:
+    """Recording again, in a fresh pool: wall time of the whole call, and what that is an op."""
+    costs = []
+    for _ in range(3):
+        accel.unpatch(denoiser)
+        accel.patch(denoiser, capture="always")
+        run()
+        costs.append(_timed(run, 1))
+    graph = accel.report(denoiser)["module"].graphs[0]
+    cost = statistics.median(costs)
+    return {
+        "recording": cost,
+        "operations": graph.operations,
+        "segments": graph.segments,
+        "recording over eager, us an op": (cost - eager) * 1e3 / graph.operations,
+    }
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    first = result[0] if isinstance(result, tuple) else next(iter(result.values()))
+    return list(first) if isinstance(first, list) else [first]
+
+
+def main() -> None:
+    """Measures the models named on the command line and writes one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="+", help="zoo names, each with :SIZE if wanted")
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
+    options = parser.parse_args()
+    rows = []
+    for model in options.models:
+        name, _, size = model.partition(":")
+        rows.append(measure(name, int(size) if size else None))
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(json.dumps(rows[-1], indent=1), flush=True)
+    document = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "driver": nvidia_driver(),
+        "processor": processor(),
+        "versions": made_with(),
+        "unit": "ms",
+        "rows": rows,
+    }
+    options.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
