@@ -80,7 +80,8 @@ def _moments(latents: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def cache_latents(vae: AutoencoderTiny, data: Dataset, batch: int) -> None:
-    """Encodes every scene that is ready, and drops the pixels."""
+    """Encodes every scene that is ready, sets the autoencoder's scaling factor so that latents have
+    unit variance, and drops the pixels."""
     data.finish()
     count = data.ready
     data.latents = torch.cat(
@@ -89,6 +90,9 @@ def cache_latents(vae: AutoencoderTiny, data: Dataset, batch: int) -> None:
             for low in range(0, count, batch)
         ]
     )
+    factor = 1 / data.latents[:5000].float().std().item()
+    data.latents.mul_(factor)
+    vae.register_to_config(scaling_factor=factor)
     data.pixels = data.pixels[:0].clone()
 
 

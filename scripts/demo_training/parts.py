@@ -73,7 +73,7 @@ def _text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
         CLIPTextConfig(
             vocab_size=len(tokenizer),
             hidden_size=TEXT_WIDTH,
-            intermediate_size=2 * TEXT_WIDTH,
+            intermediate_size=3 * TEXT_WIDTH,
             num_hidden_layers=4,
             num_attention_heads=4,
             max_position_embeddings=PROMPT_TOKENS,
@@ -113,7 +113,7 @@ def _vae() -> AutoencoderTiny:
         encoder_block_out_channels=(32,) * 4,
         decoder_block_out_channels=(48,) * 4,
         num_encoder_blocks=(0, 2, 2, 2),
-        num_decoder_blocks=(2, 2, 2, 1),
+        num_decoder_blocks=(3, 3, 2, 1),
     )
     with torch.no_grad():
         for module in vae.modules():
