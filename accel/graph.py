@@ -221,6 +221,9 @@ class Observer(Protocol):
     def adopt(self, result: Any) -> None:
         """Told what a break returned."""
 
+    def own(self, buffers: list[torch.Tensor]) -> None:
+        """Told where the device tensors of that lie."""
+
 
 class Recording:
     """A graph in the making: opens and closes segments around breaks.
@@ -284,6 +287,7 @@ class Recording:
         self.graph.breaks.append(BreakReport(_caller(), step.what, kind, outputs.guarded))
         if self.observer is not None:
             self.observer.adopt(outputs.handed_out)
+            self.observer.own(outputs.buffers)
         self.open()
         result, outputs.handed_out = outputs.handed_out, None
         return result

@@ -246,6 +246,10 @@ class OpRecorder(TorchDispatchMode):
                 storage = x.untyped_storage()
                 self._made[storage.data_ptr()] = storage
 
+    def own(self, buffers: list[torch.Tensor]) -> None:
+        """Notes a break's boundary buffers as the recording's: writing one is no effect."""
+        self._known.update(self._backend.storage(x).data_ptr() for x in buffers if x.numel())
+
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             return func(*args, **kwargs)
