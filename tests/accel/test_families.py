@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from accel.pipelines.tiny import FAMILIES
 from torch import Tensor
 
 from accel.memory import Pool
+from accel.pipelines.tiny import FAMILIES
 from accel.runner import GraphRunner
 from accel.signature import leaves, map_tree
 from tests.accel.same import assert_same
@@ -22,13 +22,11 @@ CALLS = [(1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1), (4, 0)]
 
 NEVER_RECORDED = {
     "glm_image_cached": "kv_caches is a GlmImageKVCache, whose contents may change",
-    "omnigen": "the model keeps a tensor",  # it replaces its table in every call
+    "omnigen": "the forward changes its own state",  # it replaces its table in every call
 }
 """Families that no recording fits, and what the report says about them."""
 NEVER_REPLAYED = {"hidream"}
 """Experts' loads, other ones in every call, steer Python: each recording fits its own call only."""
-FLOOR = {"glm_image": 1}
-"""Recordings, where not one a shape: at its second shape all of this mask's elements are set."""
 
 
 def moved(tree: Any, device: torch.device | str) -> Any:
@@ -53,7 +51,7 @@ def test_a_family_equals_eager(name: str, device: torch.device) -> None:
         assert report.captures == 0
         assert any(NEVER_RECORDED[name] in reason for reason in report.reasons), report
     else:
-        assert report.captures >= FLOOR.get(name, 2), report
+        assert report.captures >= 2, report
         assert report.replays >= (name not in NEVER_REPLAYED), report
 
 

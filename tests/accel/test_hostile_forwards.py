@@ -230,3 +230,17 @@ def test_a_forward_that_forks_a_side_stream(twin: MakeTwin, device: torch.device
     both = twin(lambda: side_stream)
     for seed in range(5):
         both(seed)
+
+
+def writes_what_a_break_brought(x: Tensor) -> Tensor:
+    kept = x[x > -1e9]
+    kept *= 2
+    kept[0] = 1.0
+    return x + kept.sum() * x.sum().item()  # a guard, after no effect at all
+
+
+def test_a_breaks_result_may_be_written(twin: MakeTwin) -> None:
+    both = twin(lambda: writes_what_a_break_brought)
+    for seed in (1, 1, 1, 1):
+        both(seed)
+    assert (both.report.captures, both.report.replays, both.report.declined) == (1, 2, None)
