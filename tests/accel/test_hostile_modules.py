@@ -260,7 +260,7 @@ def test_tables_in_a_bounded_cache(entries: int, twin: MakeTwin) -> None:
     both = twin(bounded_table(entries))
     for size in (3, 3, 4, 3, 4, 4, 5, 3, 5, 5, 4, 3, 3, 4):
         both(size, lambda draw: (draw(2, draw.seed),))
-        scribbled = torch.full((4096,), 7.0, device=both._device)
+        scribbled = torch.full((4096,), 7.0, device=both.device)
         del scribbled
 
 
@@ -273,7 +273,7 @@ def test_switches_turned_between_calls(turn: str, twin: MakeTwin) -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if turn == "autocast":
-                kind = both._device.type
+                kind = both.device.type
                 stack.enter_context(torch.autocast(kind, dtype=torch.bfloat16))
             elif turn == "default dtype":
                 torch.set_default_dtype(torch.float64)

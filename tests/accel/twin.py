@@ -46,7 +46,7 @@ class Twin:
     def __init__(
         self, build: Callable[[], Any], device: torch.device, backend: Backend, **options: Any
     ) -> None:
-        self._device, self._backend = device, backend
+        self.device, self._backend = device, backend
         self.plain, self.watched = self._built(build), self._built(build)
         self.context: Callable[[], Any] = torch.no_grad
         module = self.watched if isinstance(self.watched, nn.Module) else None
@@ -63,7 +63,7 @@ class Twin:
     def _built(self, build: Callable[[], Any]) -> Any:
         torch.manual_seed(0)
         built = build()
-        return built.to(self._device) if isinstance(built, nn.Module) else built
+        return built.to(self.device) if isinstance(built, nn.Module) else built
 
     def __call__(self, seed: int, arguments: Arguments = lambda draw: (draw(2, 3),)) -> Any:
         """One call of both, with `arguments(Draw(seed, device))`: a tuple, or a dict of keywords.
@@ -82,7 +82,7 @@ class Twin:
         return expected
 
     def _run(self, side: str, function: Any, seed: int, arguments: Arguments) -> tuple[Any, Any]:
-        call = arguments(Draw(seed, self._device))
+        call = arguments(Draw(seed, self.device))
         args, kwargs = ((), call) if isinstance(call, dict) else (call, {})
         self._restore(self._random[side])
         with self.context():
@@ -96,14 +96,14 @@ class Twin:
     def _random_state(self) -> tuple[Any, ...]:
         legacy: Any = np.random.get_state()
         return (
-            self._backend.rng_state(self._device),
+            self._backend.rng_state(self.device),
             torch.default_generator.get_state(),
             random.getstate(),
             (legacy[1].tolist(), legacy[2]),
         )
 
     def _restore(self, state: tuple[Any, ...]) -> None:
-        self._backend.set_rng_state(self._device, state[0])
+        self._backend.set_rng_state(self.device, state[0])
         torch.default_generator.set_state(state[1])
         random.setstate(state[2])
         np.random.set_state(("MT19937", np.array(state[3][0], dtype=np.uint32), state[3][1]))
