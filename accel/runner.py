@@ -296,7 +296,7 @@ class GraphRunner:
 
     def _record(self, entry: Entry, key: Signature, call: Any) -> Any:
         self.pool.make_room()
-        if self._veto is not None and (vetoed := self._veto()) is not None:
+        if entry.variants and self._veto is not None and (vetoed := self._veto()) is not None:
             return self._eager(vetoed, call)
         state = self._state()
         weights_version = self._weights_version()

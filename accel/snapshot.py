@@ -22,6 +22,7 @@ from accel.signature import leaves
 
 _DEPTH = 3
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"_parameters", "_buffers", "_modules"}
+_ATOMS = frozenset((bool, int, float, str, type(None)))
 _WHOLE = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
@@ -42,7 +43,8 @@ class Snapshot:
         self._host_random = _host_random()
         self._boxes: dict[int, tuple[Any, Any]] = {}
         for child in () if module is None else module.modules():
-            self._take(vars(child), _DEPTH)
+            if not type(child).__module__.startswith("torch."):  # those keep nothing between calls
+                self._take(vars(child), _DEPTH)
 
     def _take(self, box: Any, depth: int) -> None:
         if id(box) in self._boxes:
@@ -52,7 +54,7 @@ class Snapshot:
         if not depth:
             return
         for name, x in box.items() if isinstance(box, dict) else enumerate(box):
-            if name in _OF_TORCH:  # hooks
+            if type(x) in _ATOMS or name in _OF_TORCH:  # plain, or hooks
                 continue
             if isinstance(x, (dict, list, set)):
                 self._take(x, depth - 1)

@@ -7,6 +7,7 @@ diffusers, PEFT and accelerate only by the names of the attributes that they set
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 import weakref
@@ -24,6 +25,8 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_COMMON = frozenset((bool, int, float, str, type(None)))
+_BOXES = frozenset((list, dict, set, tuple))
 _DEPTH = 4
 _MOVING_HOOKS = {
     "group_offloading": "group offloading is on",
@@ -89,7 +92,7 @@ def _watch(modules: list[nn.Module]) -> Callable[[], bool]:
     owns += [vars(x) for d in owns for x in d.values() if _is_processor(x)]
     hooks = [m.__dict__[name] for m in modules for name in _HOOKS]
     registries = [r for d in owns if (r := d.get("_diffusers_hook")) is not None]
-    boxes = [x for d in owns for k, x in d.items() if _is_box(x) and k not in _OF_TORCH]
+    boxes = [x for d in owns for k, x in d.items() if type(x) in _BOXES and k not in _OF_TORCH]
     children = [m._modules for m in modules]
 
     def look() -> tuple[Any, ...]:
@@ -116,13 +119,11 @@ def _watch(modules: list[nn.Module]) -> Callable[[], bool]:
     return untouched
 
 
-def _is_box(x: Any) -> bool:
-    return isinstance(x, (list, dict, set)) or (isinstance(x, tuple) and bool(x))
-
-
 def _value(x: Any, depth: int) -> Any:
     """Plain values and containers by value, all else by identity; attention processors, which
     carry scales as attributes, by their attributes too."""
+    if type(x) in _COMMON:
+        return x
     if isinstance(x, _PLAIN) or depth == 0:
         return x if isinstance(x, _PLAIN) else id(x)
     if isinstance(x, (list, tuple)):
@@ -139,7 +140,12 @@ def _value(x: Any, depth: int) -> Any:
 
 
 def _is_processor(x: Any) -> bool:
-    return "Processor" in type(x).__name__ and hasattr(x, "__dict__")
+    return _is_processor_type(type(x))
+
+
+@functools.cache
+def _is_processor_type(kind: type) -> bool:
+    return "Processor" in kind.__name__ and not hasattr(kind, "__slots__")
 
 
 def _hooks_of_registry(x: Any) -> tuple[Any, ...] | None:
