@@ -95,7 +95,7 @@ class Recorded:
         """Whether a replay changes something that discarding its result does not undo."""
         return self.irrevocable or self.uses_random
 
-    def replay(self, call: Any, tensors: list[torch.Tensor]) -> Any:
+    def replay(self, tensors: list[torch.Tensor]) -> Any:
         """The call's result for `tensors`. Raises `GuardMiss`; the generator is then put back."""
         pool = self.graph.pool
         random = pool.backend.rng_state(pool.device) if self.uses_random else None
@@ -103,9 +103,11 @@ class Recorded:
             self._static.fill(tensors)
             self.graph.replay()
             self.report.replays += 1
-            result = self._results.give(tensors)
+            return self._results.give(tensors)
+
+    def leave(self, call: Any) -> None:
+        """Does to `call`'s lists and dicts what the forward does: once its result is accepted."""
         self._edits.apply(call)
-        return result
 
     def discard(self) -> None:
         """Lets go of the graph and of the memory that it holds."""

@@ -267,9 +267,10 @@ class GraphRunner:
             self._check_state(variant)
         judged = entry.eager_seconds is not None and len(entry.judged) < JUDGED_REPLAYS
         with self._judged(entry) if judged else contextlib.nullcontext(), _inside():
-            result = variant.replay(call, key.tensors)
+            result = variant.replay(key.tensors)
         if not before:
             self._check_state(variant)
+        variant.leave(call)
         self.report.replays += 1
         return result
 

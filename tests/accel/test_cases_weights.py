@@ -1,4 +1,4 @@
-"""Weights that move, are replaced or filled, and gradients: what users of similar tools ran into."""
+"""Weights that move or fill, and gradients: what users of similar tools ran into."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.accel.twin import Arguments, Draw, Twin
 
@@ -171,3 +171,24 @@ def test_arguments(name: str, twin: MakeTwin) -> None:
     both = twin(lambda: function)
     for seed in (1, 1, 1, 2, 3, 4, 5, 6, 1, 2):
         both(seed, arguments)
+
+
+class PopsAndMultiplies(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def forward(self, xs: list[Tensor]) -> Tensor:
+        return super().forward(xs.pop()) + xs[0]
+
+
+def test_an_abandoned_replay_leaves_the_arguments_as_they_were(twin: MakeTwin) -> None:
+    both = twin(PopsAndMultiplies)
+    three: Arguments = lambda draw: ([draw(2, 3), draw(2, 3), draw(2, 3)],)  # noqa: E731
+    for seed in range(3):
+        both(seed, three)
+    olds = [model.weight.data for model in (both.plain, both.watched)]
+    for model in (both.plain, both.watched):  # found out after the launch: the old ones are alive
+        model.weight.data = model.weight.data * 2
+    both(3, three)
+    assert both.report.guard_misses == 1
+    assert len(olds) == 2
