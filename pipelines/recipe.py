@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accel.pipelines.random_weights import count_unbuilt, materialize, on_meta
 from torch import nn
+
+from accel.pipelines.random_weights import count_unbuilt, materialize, on_meta
 
 
 @dataclass(frozen=True)

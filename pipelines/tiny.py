@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from accel.pipelines.tiny_family import Family
 from accel.pipelines.tiny_images import IMAGE_FAMILIES
 from accel.pipelines.tiny_more_images import MORE_IMAGE_FAMILIES

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+
 from accel.pipelines.random_weights import build
 from accel.pipelines.recipe import Part
-from torch import nn
 
 
 class Draw:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from accel.pipelines.tiny_family import Draw, Family, grid_ids, mask
 
 SIZES = ((8, 8), (8, 12))  # latent rows and columns of variants 0 and 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from accel.pipelines.tiny_family import Draw, Family
 from accel.pipelines.tiny_images import SIZES
 

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
+
 from accel.pipelines.random_weights import on_meta
 from accel.pipelines.recipe import Part
 from accel.pipelines.tiny_family import Draw, Family, mask

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+
 from accel.pipelines.recipe import Recipe
 from accel.pipelines.zoo_configs import RECIPES
 

@@ -97,7 +97,7 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     scenes: Annotated[int, typer.Option(help="scenes to draw")] = 160_000,
     batch: Annotated[int, typer.Option(help="latents a denoiser step")] = 256,
-    vae_batch: Annotated[int, typer.Option(help="pictures an autoencoder step")] = 64,
+    vae_batch: Annotated[int, typer.Option(help="squares an autoencoder step")] = 96,
     vae_share: Annotated[float, typer.Option(help="the autoencoder's share of the time")] = 0.23,
     rate: Annotated[float, typer.Option(help="peak learning rate")] = 1e-3,
     trials: Annotated[int, typer.Option(help="random prompts for each sampling setting")] = 256,
@@ -115,12 +115,12 @@ def main(
         count = sum(weight.numel() for weight in getattr(parts, name).parameters())
         papers.log(f"{name}: {count / 1e6:.2f} M weights")
     data = Dataset(studio, _tokenize(parts), torch.device(device))
-    data.wait_for(4 * vae_batch)
+    data.wait_for(2 * vae_batch)
     papers.log(f"{data.ready} scenes drawn, training the autoencoder")
-    train_vae(parts.vae, data, plan.vae, vae_batch, 2e-3, papers.log)
+    train_vae(parts.vae, data, plan.vae, vae_batch, 1.5e-3, papers.log)
     papers.log(f"{data.ready} scenes drawn, encoding them")
     _show_reconstructions(parts, data, papers)
-    cache_latents(parts.vae, data, 4 * vae_batch)
+    cache_latents(parts.vae, data, 2 * vae_batch)
     spread = [f"{value:.2f}" for value in data.latents[:2000].float().std(dim=(0, 2, 3)).tolist()]
     papers.log(f"{len(data.latents)} latents, standard deviations {' '.join(spread)}")
     _train_denoiser(parts, data, plan, batch, rate, output, papers)

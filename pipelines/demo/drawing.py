@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable, Sequence
 from random import Random
 
+from PIL import Image, ImageDraw
+
 from accel.pipelines.demo.scene import Background, Scene
 from accel.pipelines.demo.vocabulary import RGB, shade_of
-from PIL import Image, ImageDraw
 
 Point = tuple[float, float]
 OVERSAMPLING = 3

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
+
 from accel.pipelines.demo.drawing import draw_scene
 from accel.pipelines.demo.scene import Background, Group, Scene
 from accel.pipelines.demo.vocabulary import COLOURS, SHAPES
-from PIL import Image
 
 Mask = npt.NDArray[np.bool_]
 

@@ -146,10 +146,13 @@ class Dataset:
         self._thread.join()
         self.wait_for(0)
 
-    def pictures(self, count: int) -> torch.Tensor:
-        """(count, 3, side, side) random pictures in [-1, 1], float32."""
+    def crops(self, count: int, side: int) -> torch.Tensor:
+        """(count, 3, side, side) squares cut out of random pictures, in [-1, 1], float32."""
         chosen = torch.randint(self.ready, (count,), device=self.device)
-        return as_signal(self.pixels[chosen])
+        room = self.pixels.shape[1] - side + 1
+        corners = torch.randint(room, (2, count, 1), device=self.device)
+        rows, columns = corners + torch.arange(side, device=self.device)
+        return as_signal(self.pixels[chosen[:, None, None], rows[:, :, None], columns[:, None]])
 
     def latents_and_tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Random latents, float32, each with the tokens of one of its captions, int64."""

@@ -23,6 +23,8 @@ Log = Callable[[str], None]
 EDGE_WEIGHT = 0.5
 MOMENT_WEIGHT = 0.003
 LATENT_NOISE = 0.05
+CROP = 128
+"""Side of the squares that the autoencoder learns on: it is local, and steps are worth more."""
 UNPROMPTED = 0.1
 """Share of training pictures whose prompt is left out, for classifier-free guidance."""
 
@@ -44,16 +46,16 @@ def train_vae(
     A penalty keeps every latent channel near zero mean and unit variance; a little noise on the
     latents prepares the decoder for what the denoiser leaves.
     """
-    device = data.device
+    device, side = data.device, min(CROP, data.pixels.shape[1])
     vae.train().requires_grad_(True).to(device, memory_format=torch.channels_last)
     with torch.no_grad():
-        normalise(vae, vae.encode(data.pictures(batch)).latents)
+        normalise(vae, vae.encode(data.crops(batch, side)).latents)
     optimizer = torch.optim.AdamW(
         vae.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=1e-4, fused=True
     )
     for step, factor in shares(until, warm_up=50):
         _set_rate(optimizer, rate * factor)
-        pictures = data.pictures(batch).to(memory_format=torch.channels_last)
+        pictures = data.crops(batch, side).to(memory_format=torch.channels_last)
         with half_precision(device):
             latents = vae.encode(pictures).latents
             drawn = vae.decode(latents + LATENT_NOISE * torch.randn_like(latents)).sample

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import DiffusionPipeline
+
 from accel.pipelines import tiny
 from accel.pipelines.random_weights import count
-from diffusers import DiffusionPipeline
 
 # The class fixes a width: 2048 behind the glyph encoder, 32 groups in every norm.
 WIDE_BY_CLASS = {"hunyuan_image", "hunyuan_video15", "svd"}

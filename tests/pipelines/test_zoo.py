@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from accel.pipelines import tiny_recipes, zoo, zoo_configs
 from accel.pipelines.random_weights import build, count, on_meta
 from accel.pipelines.recipe import Part, stock_class
 from accel.pipelines.zoo_published import PUBLISHED
-from torch import nn
 
 
 @pytest.fixture(autouse=True)
