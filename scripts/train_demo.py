@@ -107,7 +107,7 @@ def main(
     """Trains, saves and judges the demo model."""
     begin = time.monotonic()
     papers, plan = Report(report, begin), Plan.of(begin, minutes, vae_share)
-    studio = Studio(scenes, side, max(1, (os.cpu_count() or 2) - 2), seed)
+    studio = Studio(scenes, side, _workers(), seed)
     torch.manual_seed(seed)
     torch.backends.cudnn.benchmark = True
     parts = new_parts(side)
@@ -130,6 +130,11 @@ def main(
     _judge_saved(output, device, studio, plan, trials, papers)
     studio.close()
     papers.log("done")
+
+
+def _workers() -> int:
+    """Processes that may draw: most of the processors, but no more than help."""
+    return max(1, min(14, len(os.sched_getaffinity(0)) - 2))
 
 
 def _tokenize(parts: Parts) -> Callable[[list[str]], torch.Tensor]:
