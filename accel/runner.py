@@ -335,10 +335,15 @@ class GraphRunner:
         reason = _failure(error)
         if isinstance(error, torch.OutOfMemoryError):
             self.pool.retire()
+        if "captur" in reason:  # it cost the pool its graphs: not again at once if eager fails too
+            entry.barred, entry.barred_for = BARRED_CALLS, reason
         result = self._eager(reason, call)
         # An op that could not be recorded is a break from now on: once more, then.
-        entry.retried, again = True, "captur" in reason and bool(learned) and not entry.retried
-        if not again:
+        again = entry.barred > 0 and bool(learned) and not entry.retried
+        entry.retried = True
+        if again:
+            entry.barred = 0
+        else:
             self._decline(entry, reason)
         return result
 

@@ -252,7 +252,10 @@ def like_in_memory(x: torch.Tensor, backend: Backend) -> torch.Tensor:
     skipped = misalignment(x, backend) // x.element_size()
     reach = sum((n - 1) * st for n, st in zip(x.shape, x.stride(), strict=True))
     flat = torch.empty(skipped + 1 + max(reach, 0), dtype=x.dtype, device=x.device)
-    return flat.as_strided(x.shape, x.stride(), skipped)
+    # Not a view: its base would count as one more holder of the memory.
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(
+        flat.untyped_storage(), skipped, x.size(), x.stride()
+    )
 
 
 class StaticInputs:
