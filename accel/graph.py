@@ -373,7 +373,7 @@ def capture(
     ...     host = doubled.tolist()
     ...     y = doubled + host[0]
     >>> graph.segments, [b.kind for b in graph.breaks], y.tolist()
-    (3, ['automatic', 'automatic'], [4.0, 4.0])
+    (2, ['automatic'], [4.0, 4.0])
     """
     from accel.record import OpRecorder  # record.py builds on this module
 

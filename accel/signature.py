@@ -62,7 +62,7 @@ class Signature(NamedTuple):
 def signature(call: Any, backend: Backend) -> Signature:
     """Keys `call`, usually `(args, kwargs)`. Raises `Uncapturable` for what cannot be keyed.
 
-    >>> one, two = (signature(((x, 2), {}), backend) for x in torch.ones(2, 3, device=device))
+    >>> one, two = (signature(((x, 2), {}), backend) for x in torch.ones(2, 4, device=device))
     >>> one.shapes == two.shapes, one.values
     (True, ((<class 'int'>, 2),))
     """

@@ -29,12 +29,14 @@ _WHOLE = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, t
 class Snapshot:
     """The random generators, and the attributes of `module` and of what hangs on it.
 
-    >>> layer = torch.nn.Linear(2, 2)
-    >>> before = Snapshot(Pool(device), layer)
-    >>> layer.calls = 1
+    >>> class Counting(nn.Module):
+    ...     calls = 0
+    >>> counting = Counting()
+    >>> before = Snapshot(Pool(device), counting)
+    >>> counting.calls = 1
     >>> before.restore()
-    >>> hasattr(layer, "calls")
-    False
+    >>> counting.calls
+    0
     """
 
     def __init__(self, pool: Pool, module: nn.Module | None) -> None:
