@@ -122,6 +122,6 @@ def _around(owner: Any, name: str, watch: Callable[..., Any]) -> Callable[..., A
 
 
 def place(graph: BreakableGraph, subject: Any) -> int:
-    """The number, from 1, of a segment among the graph's segments or of a break among its breaks."""
+    """The number, from 1, of a segment among the graph's segments or a break among its breaks."""
     alike = [x for x in graph.steps if isinstance(x, Break) == isinstance(subject, Break)]
     return alike.index(subject) + 1
