@@ -54,6 +54,7 @@ class Entry:
     misses: int = 0
     missed_in_a_row: int = 0
     stale_turns: int = 0
+    unused: int = 0
     retried: bool = False
     last_use: int = 0
     bytes: int = 0
@@ -216,7 +217,7 @@ class GraphRunner:
                 self.report.guard_misses += 1
                 miss = str(missed)
                 continue
-            entry.missed_in_a_row = 0
+            entry.missed_in_a_row = entry.unused = 0
             if variant in entry.variants:  # the likeliest to fit comes first
                 entry.variants.remove(variant)
                 entry.variants.insert(0, variant)
@@ -247,6 +248,11 @@ class GraphRunner:
                 entry.stale_turns += 1
                 if entry.stale_turns > 2:
                     self._decline(entry, replaced)
+            else:
+                entry.unused += 1
+                if entry.unused > VARIANTS:
+                    entry.unused, entry.barred = 0, BARRED_CALLS
+                    self.report.declined = entry.barred_for = "the weights move at every call"
         return len(entry.variants) < before
 
     def _weights_version(self) -> int:
@@ -296,6 +302,8 @@ class GraphRunner:
                 self._drop(entry, variant)
 
     def _record(self, entry: Entry, key: Signature, call: Any) -> Any:
+        if entry.barred:
+            return self._eager(entry.barred_for, call)
         self.pool.make_room()
         if entry.variants and self._veto is not None and (vetoed := self._veto()) is not None:
             return self._eager(vetoed, call)
