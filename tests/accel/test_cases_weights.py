@@ -115,6 +115,17 @@ class TestWeights:
             both(seed, lambda draw: (draw(4, 8, dtype=torch.float64),))
         assert both.report.captures == 2
 
+    def test_weights_that_move_at_every_call_are_not_recorded_for_ever(
+        self, twin: MakeTwin
+    ) -> None:
+        both = twin(net)
+        for seed in range(20):
+            for model in (both.plain, both.watched):
+                model[0].weight.data = model[0].weight.data.clone()
+            self.call(both, seed)
+        assert both.report.captures <= 6
+        assert both.report.declined == "the weights move at every call"
+
 
 class TestGradients:
     """pytorch#116848."""
