@@ -26,7 +26,7 @@ _HOOKS = (
 )
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _COMMON = frozenset((bool, int, float, str, type(None)))
-_BOXES = frozenset((list, dict, set, tuple))
+_BOXES = (list, dict, set, tuple)
 _DEPTH = 4
 _MOVING_HOOKS = {
     "group_offloading": "group offloading is on",
@@ -77,10 +77,8 @@ class StateProbe:
 def _state_of(module: nn.Module) -> tuple[Any, ...]:
     attributes = module.__dict__
     hooks = tuple(id(h) for name in _HOOKS for h in attributes[name].values())
-    if type(module).__module__.startswith("torch."):
-        own: Any = attributes.get("forward") and id(attributes["forward"])
-    else:
-        own = tuple((k, _value(v, _DEPTH)) for k, v in attributes.items() if k not in _OF_TORCH)
+    depth = 1 if type(module).__module__.startswith("torch.") else _DEPTH
+    own = tuple((k, _value(v, depth)) for k, v in attributes.items() if k not in _OF_TORCH)
     return id(module), module.training, hooks, own
 
 
@@ -92,7 +90,10 @@ def _watch(modules: list[nn.Module]) -> Callable[[], bool]:
     owns += [vars(x) for d in owns for x in d.values() if _is_processor(x)]
     hooks = [m.__dict__[name] for m in modules for name in _HOOKS]
     registries = [r for d in owns if (r := d.get("_diffusers_hook")) is not None]
-    boxes = [x for d in owns for k, x in d.items() if type(x) in _BOXES and k not in _OF_TORCH]
+    boxes = [x for d in owns for k, x in d.items() if isinstance(x, _BOXES) and k not in _OF_TORCH]
+    # Settings of torch's layers: a convolution's padding mode, a norm's epsilon.
+    settings = [(d, k, x) for d in torchs for k, x in d.items() if k not in _OF_TORCH]
+    layers, names, set_to = zip(*settings, strict=True) if settings else ((), (), ())
     children = [m._modules for m in modules]
 
     def look() -> tuple[Any, ...]:
@@ -113,6 +114,7 @@ def _watch(modules: list[nn.Module]) -> Callable[[], bool]:
                 len(own) == len(was) and all(map(operator.is_, own.values(), was))
                 for own, was in zip(owns, values, strict=True)
             )
+            and all(map(operator.is_, map(dict.get, layers, names), set_to))
             and look() == before
         )
 
