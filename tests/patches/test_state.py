@@ -1,0 +1,209 @@
+"""A recording is used only in the state that it was made in: what of that is looked at."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.hooks import HookRegistry, ModelHook, apply_layerwise_casting
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+from diffusers.models.attention_processor import AttnProcessor
+from torch import Tensor, nn
+
+from accel.patches.state import StateProbe
+from accel.pipelines import tiny
+from tests.patches.pair import Pair
+
+MakePair = Callable[..., Pair]
+
+
+class ScaleProcessor:
+    """What attention processors look like: plain objects that carry scales."""
+
+    def __init__(self) -> None:
+        self.scale = [1.0, 2.0]
+        self.strength = 1.0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.drop = nn.Dropout(0.1)
+        self.processor = ScaleProcessor()
+        self.scales = [1.0, [2.0]]
+        self.options = {"a": {"b": 1}}
+        self.ordered = OrderedDict(a=1)
+        self.names = {"x"}
+        self.gate = 0.5
+        self.table = torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.gate
+
+
+def hook(module: nn.Module, *args: Any) -> None:
+    """Does nothing."""
+
+
+CHANGES: dict[str, Callable[[Block], Any]] = {
+    "a number": lambda m: setattr(m, "gate", 0.7),
+    "a new attribute": lambda m: setattr(m, "s1", 0.9),
+    "an attribute gone": lambda m: delattr(m, "gate"),
+    "a list in place": lambda m: m.scales.__setitem__(0, 3.0),
+    "a nested list in place": lambda m: m.scales[1].append(3.0),
+    "a nested dict in place": lambda m: m.options["a"].update(b=2),
+    "an ordered dict in place": lambda m: m.ordered.update(a=2),
+    "a set in place": lambda m: m.names.add("y"),
+    "a processor's scale": lambda m: setattr(m.processor, "strength", 0.5),
+    "a processor's scale in place": lambda m: m.processor.scale.__setitem__(0, 0.5),
+    "another processor": lambda m: setattr(m, "processor", ScaleProcessor()),
+    "another tensor": lambda m: setattr(m, "table", torch.zeros(2)),
+    "training": lambda m: m.eval(),
+    "one child's training": lambda m: m.drop.eval(),
+    "a torch hook": lambda m: m.register_forward_hook(hook),
+    "a torch hook on a child": lambda m: m.layer.register_forward_pre_hook(hook),
+    "another child": lambda m: setattr(m, "layer", nn.Linear(2, 2)),
+    "a child's forward": lambda m: setattr(m.layer, "forward", lambda x: x),
+    "a diffusers hook": lambda m: HookRegistry.check_if_exists_or_initialize(m).register_hook(
+        ModelHook(), "test"
+    ),
+    "a setting of a torch layer": lambda m: setattr(m.drop, "p", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen_and_stays_seen(change: str) -> None:
+    block = Block()
+    probe = StateProbe(block)
+    before = [probe(), probe()]
+    assert before[0] == before[1]
+    CHANGES[change](block)
+    assert probe() != before[0]
+    assert probe() != before[1]
+    assert probe() == probe()
+
+
+def test_values_of_weights_and_calls_are_no_change() -> None:
+    block = Block()
+    probe = StateProbe(block)
+    before = probe()
+    with torch.no_grad():
+        block.layer.weight.mul_(2)
+        block(torch.ones(2))
+    assert probe() == before
+
+
+def test_an_empty_hook_registry_is_no_change() -> None:
+    """`cache_context` leaves one behind."""
+    block = Block()
+    HookRegistry.check_if_exists_or_initialize(block)
+    probe = StateProbe(block)
+    before = probe()
+    HookRegistry.check_if_exists_or_initialize(block)
+    assert probe() == before
+
+
+def test_the_attention_backend_is_part_of_it() -> None:
+    block = Block()
+    probe = StateProbe(block)
+    before = probe()
+    with attention_backend(AttentionBackendName._NATIVE_MATH):
+        assert probe() != before
+    assert probe() == before
+
+
+def test_a_change_taken_back_is_the_old_state() -> None:
+    block = Block()
+    probe = StateProbe(block)
+    before = probe()
+    block.gate = 0.7
+    assert probe() != before
+    block.gate = 0.5
+    assert probe() == before
+
+
+class TestVeto:
+    """Why nothing may be recorded just now."""
+
+    def test_nothing_speaks_against_a_plain_module(self) -> None:
+        assert StateProbe(Block()).veto() is None
+
+    def test_layerwise_casting(self) -> None:
+        model = tiny.FAMILIES["flux"].make()
+        apply_layerwise_casting(model, storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+        assert StateProbe(model).veto() == "layerwise casting is on"
+
+    def test_a_device_map_over_several_devices(self) -> None:
+        block: Any = Block()
+        block.hf_device_map = {"layer": 0, "drop": 1}
+        assert "several devices" in str(StateProbe(block).veto())
+        block.hf_device_map = {"layer": 0, "drop": 0}
+        assert StateProbe(block).veto() is None
+
+
+def every(kind: type, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Changes every module of a kind in a pipeline's UNet."""
+
+    def do(pipe: Any) -> None:
+        for module in pipe.unet.modules():
+            if isinstance(module, kind):
+                change(module)
+
+    return do
+
+
+LIFE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "free u": (
+        lambda pipe: pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4),
+        lambda pipe: pipe.disable_freeu(),
+    ),
+    "seamless tiling": (
+        every(nn.Conv2d, lambda m: setattr(m, "padding_mode", "circular")),
+        every(nn.Conv2d, lambda m: setattr(m, "padding_mode", "zeros")),
+    ),
+    "epsilon": (
+        every(nn.GroupNorm, lambda m: setattr(m, "eps", 0.1)),
+        every(nn.GroupNorm, lambda m: setattr(m, "eps", 1e-5)),
+    ),
+    "a hook on a block": (
+        lambda pipe: pipe.unet.mid_block.register_forward_hook(lambda m, a, out: out * 2),
+        lambda pipe: pipe.unet.mid_block._forward_hooks.clear(),
+    ),
+    "weights to another dtype and back": (
+        lambda pipe: pipe.unet.conv_out.weight.data.mul_(2),
+        lambda pipe: pipe.unet.conv_out.weight.data.div_(2),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LIFE)
+def test_pictures_follow_the_state(what: str, pair: MakePair) -> None:
+    do, undo = LIFE[what]
+    both = pair("sd15", text_encoder=False, vae=False)
+    first = both.picture(0)
+    both.both(do)
+    second = both.picture(0)
+    assert not np.array_equal(first, second)
+    both.both(undo)
+    third = both.picture(0)
+    if what != "epsilon":  # the model has several
+        assert np.array_equal(first, third)
+    assert both.part("unet").replays > 0
+
+
+def test_attention_processors_and_slicing(pair: MakePair) -> None:
+    both = pair("sd15")
+    both.picture(0)
+    both.both(lambda pipe: pipe.unet.set_attn_processor(AttnProcessor()))
+    both.picture(1)
+    both.both(lambda pipe: pipe.enable_attention_slicing(1))
+    both.picture(2)
+    both.both(lambda pipe: pipe.vae.enable_tiling())
+    both.picture(3)
+    both.both(lambda pipe: pipe.unet.fuse_qkv_projections())
+    both.picture(4)
