@@ -1,0 +1,258 @@
+"""Arguments: what makes two calls the same, and how containers are taken apart and rebuilt."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel.backend import Backend
+from accel.signature import (
+    Edits,
+    StaticInputs,
+    Uncapturable,
+    argument_name,
+    bytes_of,
+    distinct,
+    leaves,
+    like_in_memory,
+    map_tree,
+    misalignment,
+    overlaps,
+    signature,
+)
+from tests.accel.same import assert_same
+
+Point = namedtuple("Point", "x y")
+
+
+class Kind(enum.Enum):
+    ONE = 1
+    TWO = 2
+
+
+@dataclasses.dataclass
+class Extra:
+    sample: Any
+    note: str = "a"
+
+
+class Shelf(OrderedDict[str, Any]):
+    """A dict of its own type, with attributes."""
+
+    label = "plain"
+
+
+def key(call: Any, backend: Backend) -> tuple[Any, Any]:
+    made = signature(((call,), {}), backend)
+    hash(made[:2])
+    return made.shapes, made.values
+
+
+SAME: dict[str, Callable[[Tensor], tuple[Any, Any]]] = {
+    "other values": lambda x: (x, x * 2),
+    "timesteps at other places": lambda x: (x[0, 1], x[1, 2]),
+    "equal containers": lambda x: ({"a": [x, 1]}, {"a": [x + 1, 1]}),
+    "the same function": lambda x: (torch.add, torch.add),
+    "equal slices": lambda x: (slice(0, 2), slice(0, 2)),
+    "equal small host tensors": lambda x: (torch.ones(2), torch.ones(2)),
+    "NaN": lambda x: (float("nan"), float("nan")),
+    "dataclasses": lambda x: (Extra(x), Extra(x + 1)),
+}
+DIFFERENT: dict[str, Callable[[Tensor], tuple[Any, Any]]] = {
+    "shape": lambda x: (x, x[:1]),
+    "stride": lambda x: (x.view(4, 4), x.view(4, 4).t()),
+    "an expanded tensor": lambda x: (x[0, :1].expand(4), x[0]),
+    "dtype": lambda x: (x, x.double()),
+    "device": lambda x: (x.cpu()[:1], x[:1]),
+    "requires_grad": lambda x: (x, x.clone().requires_grad_()),
+    "alignment": lambda x: (x.flatten()[:4], x.flatten()[1:5]),
+    "an int and a float": lambda x: (1, 1.0),
+    "an int and a bool": lambda x: (1, True),
+    "signs of zero": lambda x: (0.0, -0.0),
+    "None and zero": lambda x: (None, 0),
+    "strings": lambda x: ("a", "b"),
+    "enums": lambda x: (Kind.ONE, Kind.TWO),
+    "dtypes": lambda x: (torch.float32, torch.float16),
+    "a list and a tuple": lambda x: ([x], (x,)),
+    "lengths": lambda x: ([x], [x, x.clone()]),
+    "names": lambda x: ({"a": x}, {"b": x}),
+    "orders of names": lambda x: ({"a": 1, "b": 1}, {"b": 1, "a": 1}),
+    "one tensor twice": lambda x: ((x, x), (x, x.clone())),
+    "named tuples": lambda x: (Point(1, 2), (1, 2)),
+    "dataclass fields": lambda x: (Extra(x, "a"), Extra(x, "b")),
+    "functions": lambda x: (torch.add, torch.mul),
+    "slices": lambda x: (slice(0, 2), slice(0, 3)),
+    "small host tensors": lambda x: (torch.ones(2), torch.zeros(2)),
+    "a nested list": lambda x: ([[x], []], [[], [x]]),
+}
+
+
+@pytest.fixture
+def x(device: torch.device) -> Tensor:
+    return torch.arange(16.0).view(4, 4).to(device)
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_calls_that_share_a_recording(what: str, x: Tensor, backend: Backend) -> None:
+    one, other = SAME[what](x)
+    assert key(one, backend) == key(other, backend)
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_calls_that_differ(what: str, x: Tensor, backend: Backend) -> None:
+    one, other = DIFFERENT[what](x)
+    assert key(one, backend) != key(other, backend)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "an object": (lambda x: object(), "argument [0] is a object"),
+    "a set": (lambda x: {1}, "is a set"),
+    "a module": (lambda x: torch.nn.Linear(1, 1), "is a Linear"),
+    "an object deep inside": (lambda x: {"a": [x, object()]}, "argument [0].a[1] is a object"),
+    "a large host tensor": (lambda x: torch.ones(100), "host tensor of 100"),
+    "a sparse tensor": (lambda x: torch.eye(2).to_sparse(), "sparse"),
+    "a conjugate": (lambda x: torch.complex(x, x).conj(), "conjugated"),
+    "a meta tensor": (lambda x: torch.ones(1, device="meta"), "is on meta"),
+    "a tensor in a slice": (lambda x: slice(object(), 2), "is a object"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_keyed_is_named(what: str, x: Tensor, backend: Backend) -> None:
+    make, complaint = REFUSED[what]
+    with pytest.raises(Uncapturable) as refused:
+        signature(((make(x),), {}), backend)
+    assert complaint in str(refused.value)
+
+
+def test_keywords_are_named(x: Tensor, backend: Backend) -> None:
+    with pytest.raises(Uncapturable, match=r"^extras\.cache is a object"):
+        signature(((x,), {"extras": {"cache": object()}}), backend)
+    call = (x, 1), {"scale": 2.0, "extra": {"steps": 3}}
+    made = signature(call, backend)
+    names = [argument_name(call, i) for i in range(len(made.values))]
+    assert names == ["argument [1]", "scale", "extra.steps"]
+
+
+def test_tensors_are_collected_once_each(x: Tensor, backend: Backend) -> None:
+    y = x * 2
+    made = signature(((x, [y, x]), {"z": y}), backend)
+    assert [t is u for t, u in zip(made.tensors, [x, y], strict=True)] == [True, True]
+
+
+class TestTrees:
+    @pytest.mark.parametrize(
+        "tree",
+        [
+            [1, (2, [3]), {"a": 4}],
+            Point(1, [2]),
+            Extra([1, 2]),
+            OrderedDict(a=1, b=[2]),
+            Shelf(a=1),
+            slice(1, 2, None),
+            [],
+            {},
+        ],
+    )
+    def test_a_tree_is_built_anew_as_it_was(self, tree: Any) -> None:
+        again = map_tree(lambda leaf: leaf, tree)
+        assert again == tree
+        assert type(again) is type(tree)
+
+    def test_nothing_is_shared_with_the_original(self) -> None:
+        tree = {"a": [1, 2]}
+        again = map_tree(lambda leaf: leaf, tree)
+        again["a"].append(3)
+        assert tree == {"a": [1, 2]}
+        assert leaves(tree) == [1, 2]
+
+
+class TestEdits:
+    def edited(self, forward: Callable[[Any], Any], theirs: Any) -> Any:
+        given = map_tree(lambda leaf: leaf, theirs)
+        edits = Edits(((given,), {}))
+        forward(given)
+        edits.closed().apply(((theirs,), {}))
+        return theirs
+
+    def test_popping(self) -> None:
+        assert self.edited(lambda xs: xs.pop(0), ["a", "b", "c"]) == ["b", "c"]
+        assert self.edited(lambda d: d.pop("a"), {"a": 1, "b": 2}) == {"b": 2}
+        assert self.edited(lambda d: d["xs"].pop(), {"xs": ["a", "b"]}) == {"xs": ["a"]}
+
+    def test_reversing_and_clearing(self) -> None:
+        assert self.edited(lambda xs: xs.reverse(), ["a", "b", "c"]) == ["c", "b", "a"]
+        assert self.edited(lambda xs: xs.clear(), ["a", "b"]) == []
+
+    def test_putting_something_in_is_refused(self) -> None:
+        with pytest.raises(Uncapturable, match="puts something into"):
+            self.edited(lambda xs: xs.append(object()), ["a"])
+
+    def test_replacing_an_entry_is_refused(self) -> None:
+        with pytest.raises(Uncapturable, match="puts something into"):
+            self.edited(lambda d: d.update(a=object()), {"a": 1})
+
+
+class TestStaticInputs:
+    def test_copies_are_the_runners_own(self, x: Tensor, backend: Backend) -> None:
+        static = StaticInputs([x, x[0].expand(3, 4)], backend)
+        before = x.clone()
+        x.zero_()
+        assert_same(static.tensors[0], before)
+        assert static.tensors[1].stride() == (0, 1)
+
+    def test_substitution_leaves_the_call_alone(self, x: Tensor, backend: Backend) -> None:
+        call = (([x], 1), {"y": x})
+        static = StaticInputs([x], backend)
+        (xs, one), kwargs = static.substitute(call, [x])
+        assert xs[0] is kwargs["y"] is static.tensors[0]
+        assert one == 1
+        assert call[0][0][0] is x
+
+    def test_a_tensor_that_overlaps_itself_is_refused(self, x: Tensor, backend: Backend) -> None:
+        with pytest.raises(Uncapturable, match="overlap"):
+            StaticInputs([x.as_strided((3, 4), (2, 1))], backend)
+
+
+class TestMemoryLayout:
+    def test_overlaps(self) -> None:
+        x = torch.arange(24.0)
+        assert not overlaps(x.view(2, 3, 4).permute(2, 0, 1))
+        assert not overlaps(x[::3])
+        assert overlaps(x.as_strided((3, 3), (1, 1)))
+        assert overlaps(x.as_strided((2, 4), (3, 1)))
+
+    def test_distinct_cuts_repetitions(self) -> None:
+        x = torch.arange(3.0).expand(5, 3)
+        assert distinct(x).shape == (1, 3)
+        assert distinct(torch.ones(2, 3)).shape == (2, 3)
+
+    def test_misalignment(self, x: Tensor, backend: Backend) -> None:
+        flat = x.flatten()
+        assert [misalignment(flat[i : i + 4], backend) for i in (0, 1, 2, 4)] == [0, 4, 8, 0]
+        assert misalignment(flat[1:2], backend) == 0
+
+    def test_a_buffer_like_another_is_laid_out_like_it(self, x: Tensor, backend: Backend) -> None:
+        for like in (x.t(), x[:, 1:], x[0].expand(2, 4), x[:0], x.flatten()[1:], x[0, 0]):
+            made = like_in_memory(like, backend)
+            assert (made.shape, made.stride(), made.dtype) == (
+                like.shape,
+                like.stride(),
+                like.dtype,
+            )
+            assert misalignment(made, backend) == misalignment(like, backend)
+            assert made._base is None
+
+    def test_bytes_tell_zeros_and_nans_apart(self) -> None:
+        one, other = bytes_of(torch.tensor([0.0])), bytes_of(torch.tensor([-0.0]))
+        assert not torch.equal(one, other)
+        nan = torch.tensor([float("nan")])
+        assert torch.equal(bytes_of(nan), bytes_of(nan.clone()))
+        assert torch.equal(bytes_of(torch.ones(2, 2).t()), bytes_of(torch.ones(2, 2)))
