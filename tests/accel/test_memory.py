@@ -1,0 +1,131 @@
+"""Pools: sizes in words, order, generations, memory given back."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from accel.backend import Backend
+from accel.memory import Pool, bytes_from
+from accel.runner import GraphRunner
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (5, 5),
+        ("5", 5),
+        ("5 b", 5),
+        ("2k", 2000),
+        ("2 KiB", 2048),
+        ("1.5MB", 1_500_000),
+        ("1gib", 1 << 30),
+        (" 3 GB ", 3_000_000_000),
+    ],
+)
+def test_sizes(limit: Any, expected: int) -> None:
+    assert bytes_from(limit) == expected
+
+
+@pytest.mark.parametrize("limit", ["", "lots", "-1", "2 TiB", "GiB", "1..5k", "b", "5i"])
+def test_a_size_that_is_none_is_quoted(limit: str) -> None:
+    with pytest.raises(ValueError, match=r"memory_limit=.* is no size"):
+        bytes_from(limit)
+
+
+def test_a_device_without_graphs_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing can be recorded on cpu"):
+        Pool("cpu")
+
+
+def test_the_device_gets_its_number(device: torch.device) -> None:
+    assert Pool(device.type).device == torch.device(device.type, 0)
+
+
+def filled(pool: Pool) -> GraphRunner:
+    runner = GraphRunner(lambda x: (x.repeat(1 << 18) * 2)[:3], pool=pool, capture="always")
+    with torch.no_grad():
+        for _ in range(3):
+            runner(torch.ones(4, device=pool.device))
+    assert runner.report.captures == 1
+    return runner
+
+
+def test_retiring_gives_all_memory_back(pool: Pool, backend: Backend) -> None:
+    backend.empty_cache()
+    before = backend.reserved_bytes(pool.device)
+    runner = filled(pool)
+    assert pool.bytes() > 1 << 20
+    pool.retire()
+    gc.collect()
+    backend.empty_cache()
+    assert pool.bytes() == 0
+    assert backend.reserved_bytes(pool.device) - before < 1 << 20
+    assert pool.generation == 1
+    assert runner.report.graphs == []
+
+
+def test_a_closed_pool_leaves_nothing(pool: Pool, backend: Backend) -> None:
+    backend.empty_cache()
+    before = backend.reserved_bytes(pool.device)
+    filled(pool)
+    pool.retire()
+    gc.collect()
+    pool.close()
+    assert backend.reserved_bytes(pool.device) - before < 1 << 20
+
+
+def test_the_default_limit_is_half_of_what_is_free(pool: Pool, backend: Backend) -> None:
+    assert pool.limit is None
+    pool.set_default_limit()
+    _, total = backend.memory(pool.device)
+    assert pool.limit is not None
+    assert 0 < pool.limit <= total // 2
+    kept = pool.limit
+    pool.set_default_limit()
+    assert pool.limit == kept
+
+
+def test_a_limit_given_is_kept(device: torch.device) -> None:
+    pool = Pool(device, memory_limit="1MiB")
+    pool.set_default_limit()
+    assert pool.limit == 1 << 20
+
+
+def test_an_abandoned_pool_records_again_and_its_wreck_is_never_destroyed(
+    sim: torch.device,
+) -> None:
+    from accel.backend import backend_for
+
+    backend: Any = backend_for(sim)
+    pool = Pool(sim)
+    with pool.recording():
+        wreck = backend.segment(pool.id)
+        wreck.begin()
+        with pytest.raises(RuntimeError):
+            torch.sim.synchronize()  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError):
+            wreck.end()
+        pool.abandon(wreck)
+    del wreck
+    gc.collect()
+    assert backend.aborts == 0
+    filled(pool)
+
+
+def test_ticks_grow(pool: Pool) -> None:
+    assert pool.tick() < pool.tick()
+
+
+def test_work_waits_for_the_pools_last_use(sim: torch.device) -> None:
+    from accel.backend import backend_for
+
+    backend: Any = backend_for(sim)
+    pool, other = Pool(sim), backend.new_stream(sim)
+    with pool.use():
+        backend.current_stream(sim).time = 5.0
+    with backend.on_stream(other), pool.use():
+        assert other.time >= 5.0
