@@ -149,6 +149,9 @@ class Outputs:
             elif type(new) is not type(old) or repr(new) != repr(old):
                 raise GuardMiss(f"{what} returned {new!r}, in the recording {old!r}")
 
+    def _place(self, x: torch.Tensor) -> tuple[int, Any]:
+        return self._pool.backend.address(x), x.stride()
+
     def _deliver_tensor(self, new: Any, old: torch.Tensor, what: str) -> None:
         if not isinstance(new, torch.Tensor) or (new.device, new.dtype) != (old.device, old.dtype):
             raise GuardMiss(f"{what} returned another kind of value")
@@ -158,7 +161,7 @@ class Outputs:
         if old.is_cpu:
             if not torch.equal(bytes_of(new), bytes_of(old)):
                 raise GuardMiss(f"{what} brought other values to the host")
-        elif new is not old:
+        elif self._place(new) != self._place(old):
             distinct(old).copy_(distinct(new) if new.stride() == old.stride() else new)
 
 
@@ -182,16 +185,21 @@ class Break:
         result = self._run()
         backend, born = pool.backend, pool.backend.live_blocks(pool.id)
         aliases: dict[int, Any] = {}
+        given: set[int] = set()
 
         def hold(x: Any) -> Any:
             if not isinstance(x, torch.Tensor) or x.is_cpu:
                 return x
             if id(x) not in aliases:
-                in_pool = backend.storage(x).data_ptr() in born
-                aliases[id(x)] = backend.alias(x) if in_pool else x
+                base = backend.storage(x).data_ptr()
+                given.add(base)
+                aliases[id(x)] = backend.alias(x) if base in born else x
             return aliases[id(x)]
 
         args, kwargs = map_tree(hold, self._args), map_tree(hold, self._kwargs)
+        for x in leaves(result):  # views of what it was given are given too
+            if isinstance(x, torch.Tensor) and backend.storage(x).data_ptr() in given:
+                hold(x)
         outputs = Outputs(result, aliases, pool)
         self._args, self._kwargs, self.outputs = args, kwargs, outputs
         return outputs
