@@ -90,7 +90,10 @@ def _watch(modules: list[nn.Module]) -> Callable[[], bool]:
     owns += [vars(x) for d in owns for x in d.values() if _is_processor(x)]
     hooks = [m.__dict__[name] for m in modules for name in _HOOKS]
     registries = [r for d in owns if (r := d.get("_diffusers_hook")) is not None]
-    boxes = [x for d in owns for k, x in d.items() if isinstance(x, _BOXES) and k not in _OF_TORCH]
+    looked_into = (*_BOXES, torch.Tensor)
+    boxes = [
+        x for d in owns for k, x in d.items() if isinstance(x, looked_into) and k not in _OF_TORCH
+    ]
     # Settings of torch's layers: a convolution's padding mode, a norm's epsilon.
     settings = [(d, k, x) for d in torchs for k, x in d.items() if k not in _OF_TORCH]
     layers, names, set_to = zip(*settings, strict=True) if settings else ((), (), ())
@@ -136,7 +139,9 @@ def _value(x: Any, depth: int) -> Any:
         return frozenset(item if isinstance(item, _PLAIN) else id(item) for item in x)
     if (hooks := _hooks_of_registry(x)) is not None:
         return hooks
-    if isinstance(x, (torch.Tensor, nn.Module, type)) or not _is_processor(x):
+    if isinstance(x, torch.Tensor):  # what lies on the host, Python may have read
+        return (id(x), x._version) if x.is_cpu and not x.is_inference() else id(x)
+    if isinstance(x, (nn.Module, type)) or not _is_processor(x):
         return id(x)
     return id(x), tuple((key, _value(item, depth - 1)) for key, item in vars(x).items())
 
