@@ -63,6 +63,8 @@ CHANGES: dict[str, Callable[[Block], Any]] = {
     "a processor's scale in place": lambda m: m.processor.scale.__setitem__(0, 0.5),
     "another processor": lambda m: setattr(m, "processor", ScaleProcessor()),
     "another tensor": lambda m: setattr(m, "table", torch.zeros(2)),
+    "a host tensor in place": lambda m: m.table.add_(1),
+    "a view of a host tensor in place": lambda m: m.table[1:].zero_(),
     "training": lambda m: m.eval(),
     "one child's training": lambda m: m.drop.eval(),
     "a torch hook": lambda m: m.register_forward_hook(hook),
