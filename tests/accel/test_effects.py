@@ -252,7 +252,7 @@ class TestL12Context:
     """Breaks replay in the context that they were recorded in."""
 
     @staticmethod
-    def products(device: torch.device) -> tuple[Any, GraphRunner]:
+    def products(device: torch.device) -> Any:
         @eager_on_graph
         def product(x: Tensor) -> Tensor:
             return x @ x + torch.ones(2, 2, device=x.device)
