@@ -45,6 +45,13 @@ class PatchedMethod:
         """Puts it on the instance."""
         self._module.__dict__[self._name] = self
 
+    def is_reachable(self) -> bool:
+        """Whether a call of the method still comes by here, directly or under others' wrappers."""
+        method = self._module.__dict__.get(self._name)
+        while method is not None and method is not self:
+            method = getattr(method, "__wrapped__", None)
+        return method is self
+
     def retire(self) -> None:
         """Takes it off: wherever it can be found its original takes its place; where it cannot
         (inside a closure of someone's hook) it goes on as the original."""

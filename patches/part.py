@@ -23,6 +23,9 @@ from accel.runner import GraphRunner
 
 Capture = Literal["auto", "always"]
 
+SETTLED_CALLS = 3
+"""Eager calls after which a part that recorded nothing is not going to, for now."""
+
 
 @dataclass
 class Options:
@@ -34,6 +37,11 @@ class Options:
     vae: bool = True
     pools: dict[torch.device, Pool] = field(default_factory=dict)
 
+    def same_as(self, other: Options) -> bool:
+        """Whether `patch` was told the same."""
+        ours, theirs = vars(self) | {"pools": None}, vars(other) | {"pools": None}
+        return ours == theirs
+
     def pool(self, device: torch.device) -> Pool:
         """The pool of `device`, made at first use."""
         if device not in self.pools:
@@ -42,7 +50,7 @@ class Options:
 
 
 class Part:
-    """A module's `method`, patched.
+    """A module's `method`, patched. `around` is run before and after each of its calls.
 
     >>> layer = nn.Linear(2, 2)
     >>> part = Part("layer", layer, "forward", Options())
@@ -53,21 +61,45 @@ class Part:
     False
     """
 
-    def __init__(self, name: str, module: nn.Module, method: str, options: Options) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        method: str,
+        options: Options,
+        around: Callable[[], None] = lambda: None,
+    ) -> None:
         self.name, self.module, self.options = name, module, options
+        self._method, self._around = method, around
         self.report = PartReport(name, type(module).__name__)
         self._probe = StateProbe(module)
         self._runner: GraphRunner | None = None
         self._first: tuple[dict[str, Any], str] | None = _first_parameter(module)
-        self._patched = PatchedMethod(module, method, self._call)
+        self._install()
         self._skips_cache = _has_unread_cache(module, self._patched)
+
+    def _install(self) -> None:
+        self._patched = PatchedMethod(self.module, self._method, self._call)
         self._patched.install()
 
-    def set_options(self, options: Options) -> None:
-        """Other options from now on; recordings made under others are given up."""
-        if self._runner is not None:
-            self._runner.forget_graphs()
-        self.options, self._runner = options, None
+    def stay_installed(self) -> None:
+        """Puts the patch on again if someone's hook, older than it, took it away when removed."""
+        if not self._patched.is_reachable():
+            self._patched.retire()
+            if self._runner is not None:
+                self._runner.forget_graphs()
+            self._runner = None
+            self._install()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether calls of the module come by here."""
+        return self._patched.is_reachable()
+
+    @property
+    def settled_without_gain(self) -> bool:
+        """Whether it has had its first calls and records nothing."""
+        return self.report.captures == 0 and self.report.eager_calls >= SETTLED_CALLS
 
     def take_off(self) -> None:
         """Restores the method and gives the recordings up."""
@@ -80,11 +112,14 @@ class Part:
         if self._skips_cache and "use_cache" not in kwargs:
             # A cache that nobody reads costs an upload a layer, and comes back as an opaque object.
             kwargs["use_cache"] = False
+        self._around()
         runner = self._runner_for(original)
         if runner is None:
             self.report.eager("the module is not on a CUDA device")
             return original(*args, **kwargs)
-        return runner(*args, **kwargs)
+        result = runner(*args, **kwargs)
+        self._around()
+        return result
 
     def _runner_for(self, original: Callable[..., Any]) -> GraphRunner | None:
         device = self.device()
@@ -126,7 +161,5 @@ def _first_parameter(module: nn.Module) -> tuple[dict[str, Any], str] | None:
 
 def _has_unread_cache(module: nn.Module, forward: Callable[..., Any]) -> bool:
     """Whether this is a language model used as an encoder, which would fill a key/value cache."""
-    configured = getattr(getattr(module, "config", None), "use_cache", None) is not None
-    parameters = inspect.signature(forward).parameters
-    accepts = "use_cache" in parameters or "past_key_values" in parameters
-    return configured and accepts and not type(module).__module__.startswith("diffusers.")
+    of_transformers = type(module).__module__.startswith("transformers.")
+    return of_transformers and "use_cache" in inspect.signature(forward).parameters

@@ -157,7 +157,6 @@ def test_a_component_assigned_afterwards_draws_as_without_a_patch(pair: MakePair
         both.picture(seed)
 
 
-@pytest.mark.xfail(strict=True, reason="a component assigned afterwards stays eager")
 def test_a_component_assigned_afterwards_is_patched(pair: MakePair) -> None:
     both = pair("sd15")
     both.patched.unet = tiny.pipeline("sd15").unet.to(both.patched.device)
@@ -236,7 +235,6 @@ class _Offload:
     offload = True
 
 
-@pytest.mark.xfail(strict=True, reason="nothing is logged yet")
 def test_everything_declined_is_logged_once(
     pair: MakePair, caplog: pytest.LogCaptureFixture
 ) -> None:
