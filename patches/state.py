@@ -7,7 +7,6 @@ diffusers, PEFT and accelerate only by the names of the attributes that they set
 
 from __future__ import annotations
 
-import functools
 import operator
 import sys
 import weakref
@@ -147,12 +146,13 @@ def _value(x: Any, depth: int) -> Any:
 
 
 def _is_processor(x: Any) -> bool:
-    return _is_processor_type(type(x))
+    kind = type(x)
+    if kind not in _processors:
+        _processors[kind] = "Processor" in kind.__name__ and not hasattr(kind, "__slots__")
+    return _processors[kind]
 
 
-@functools.cache
-def _is_processor_type(kind: type) -> bool:
-    return "Processor" in kind.__name__ and not hasattr(kind, "__slots__")
+_processors: dict[type, bool] = {}
 
 
 def _hooks_of_registry(x: Any) -> tuple[Any, ...] | None:
