@@ -7,15 +7,16 @@ know what is recorded or why.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from accel.backend import Backend, Event, Segment, backend_for
+from accel.backend import backend_for
 
 _wreckage: list[Any] = []
 """Segments whose recording ended in a device error: their destructor can abort the process."""
@@ -40,19 +41,14 @@ def bytes_from(limit: int | str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-class Tenant(Protocol):
-    """Who records into a pool and must let go of its graphs when the pool starts anew."""
-
-    def forget_graphs(self) -> None:
-        """Drops every graph recorded into the pool's current generation."""
-
-
 class Pool:
     """Memory and order of a family of graphs: they share it and never run at the same time.
 
     Any thread may use a pool. Discarded segments wait in the graveyard until the generation ends:
     destroying one can take a workspace away from the others. An anchor, an empty recording, keeps
     the pool's id alive while no graph does. `memory_limit` is in bytes or a string such as "2GiB".
+    `tenants` have a method `forget_graphs`, called when a new generation begins. `unrecordable` are
+    ops that a recording failed on: from the next one on they are breaks.
 
     >>> pool = Pool(device)
     >>> pool.bytes()
@@ -64,23 +60,27 @@ class Pool:
         if backend is None:
             raise ValueError(f"nothing can be recorded on {device}: graphs need CUDA")
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        self.backend: Backend = backend
+        self.backend = backend
         self.lock = threading.RLock()
         self.stream = backend.new_stream(self.device)
         self.limit = None if memory_limit is None else bytes_from(memory_limit)
-        self.generation = 0
+        self.generation = -1
         self.tenants: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.unrecordable: set[Any] = set()
         self._side = backend.new_stream(self.device)
-        self._last_use: Event | None = None
+        self._last_use: Any = None
         self._last_stream: Any = None
         self._warm: set[int] = set()
-        self._ticks = 0
+        self._ticks = itertools.count()
         self._open_generation()
 
     def _open_generation(self) -> None:
+        for tenant in list(self.tenants):
+            tenant.forget_graphs()
+        self.generation += 1
         self.id = self.backend.new_pool()
-        self._graveyard: list[Segment] = []
-        self._anchor: Segment | None = None
+        self._graveyard: list[Any] = []
+        self._anchor: Any = None
 
     def anchor(self) -> None:
         """Makes sure that the pool's id outlives its graphs. Call on the pool's stream."""
@@ -131,22 +131,22 @@ class Pool:
             self.backend.warm_libraries(self.device)
             self._warm.add(threading.get_ident())
 
-    def bury(self, segments: list[Segment]) -> None:
+    def bury(self, segments: list[Any]) -> None:
         """Takes discarded segments: they are destroyed with the generation, not before."""
         self._graveyard.extend(segments)
 
-    def abandon(self, wreck: Segment) -> None:
+    def abandon(self, wreck: Any) -> None:
         """After a device error while recording: the id is unusable, so a new generation begins, and
         the broken segment is held for ever, since destroying it can abort the process."""
         _wreckage.append((wreck, self._anchor, self._graveyard))
-        self._restart()
+        self._open_generation()
 
     def retire(self) -> None:
         """Gives all graph memory back to the device: every tenant forgets its graphs."""
         with self.lock:
             if self._last_use is not None:
                 self._last_use.synchronize()
-            self._restart()
+            self._open_generation()
             self.backend.empty_cache()
 
     def close(self) -> None:
@@ -155,16 +155,9 @@ class Pool:
             self._anchor = None
             self.backend.empty_cache()
 
-    def _restart(self) -> None:
-        for tenant in list(self.tenants):
-            tenant.forget_graphs()
-        self._open_generation()
-        self.generation += 1
-
     def tick(self) -> int:
         """A number that grows with every call, to tell who was used last."""
-        self._ticks += 1
-        return self._ticks
+        return next(self._ticks)
 
     def make_room(self) -> None:
         """On a nearly full card the allocator's own cache can be what a recording lacks."""
