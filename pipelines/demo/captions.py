@@ -83,7 +83,8 @@ def _body(scene: Scene, rng: Random, terse: bool) -> str:
         groups.reverse()
         relation = OPPOSITES[relation]
     phrases = [_noun_phrase(group, rng, terse) for group in groups]
-    if relation is None or (relation in ("left", "above") and rng.random() < 0.15):
+    # A bare list always reads from left to right.
+    if relation is None or (relation == "left" and rng.random() < 0.15):
         return _listed(phrases, rng)
     if relation in ("left", "right") and rng.random() < 0.1:
         relation = "beside"

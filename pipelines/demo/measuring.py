@@ -84,10 +84,18 @@ class Expectation:
         measurable = all(colour in COLOURS for colour in colours) and len(set(colours)) == len(
             colours
         )
-        if not (plain and measurable and all(group.noun in SHAPES for group in scene.groups)):
+        flat = all(group.noun in SHAPES and not _is_thread(group) for group in scene.groups)
+        # Through a ring the frame shows again, as another region.
+        holed = scene.relation == "inside" and scene.groups[0].noun == "ring"
+        if not (plain and measurable and flat) or holed:
             return None
         things = tuple(Things(g.colour, g.count, g.noun, g.place) for g in scene.groups)
         return cls(scene.background.colours[0], things, _order_of(scene))
+
+
+def _is_thread(group: Group) -> bool:
+    """Whether thinning eats the group: small rings."""
+    return group.noun == "ring" and min(radius for _, _, radius in group.spots) < 0.095
 
 
 def _order_of(scene: Scene) -> tuple[str, str, str] | None:

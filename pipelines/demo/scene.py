@@ -73,20 +73,24 @@ PLACE_CENTRES = {
     "bottom right": (0.76, 0.76),
 }
 SIZE_FACTORS = {None: 1.0, "small": 0.58, "big": 1.42}
+PAIR_COUNTS = ((1, 2), (2, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 3))
+HARD_SHAPES = ("star", "heart", "cross", "hexagon", "moon")
+"""Shapes whose small drawings are easily taken for others."""
+
 FRAMES = ("circle", "square", "heart", "hexagon", "ring")
 
 
 def random_scene(rng: Random) -> Scene:
     """A scene of a random kind, kinds that are hard to learn being frequent."""
     composers = {
-        _single: 20,
-        _placed: 16,
-        _several: 24,
-        _pair: 24,
-        _placed_pair: 4,
-        _trio: 6,
-        _nested: 3,
-        _landscape: 9,
+        _single: 8,
+        _placed: 12,
+        _several: 18,
+        _pair: 32,
+        _placed_pair: 9,
+        _trio: 11,
+        _nested: 4,
+        _landscape: 6,
     }
     compose = rng.choices(list(composers), weights=list(composers.values()))[0]
     return compose(rng)
@@ -163,7 +167,7 @@ def _pair(rng: Random) -> Scene:
     relation = rng.choices(
         ("left", "right", "above", "below", "beside", None), weights=(3, 3, 3, 3, 2, 4)
     )[0]
-    counts = (1, 1) if rng.random() < 0.72 else (rng.randint(1, 3), rng.randint(1, 3))
+    counts = (1, 1) if rng.random() < 0.6 else rng.choice(PAIR_COUNTS)
     vertical = relation in ("above", "below")
     # What comes first in reading order stands left or on top, unless the relation says otherwise.
     first_side = {"right": 0.73, "below": 0.73}.get(relation or "", 0.27)
@@ -259,11 +263,13 @@ def _background(rng: Random, plain: bool = False) -> Background:
 
 
 def _noun(rng: Random) -> str:
-    return rng.choice(list(SHAPES)) if rng.random() < 0.8 else rng.choice(list(PICTURES))
+    if rng.random() < 0.15:
+        return rng.choice(list(PICTURES))
+    return rng.choice(HARD_SHAPES if rng.random() < 0.25 else list(SHAPES))
 
 
 def _size(rng: Random) -> str | None:
-    return rng.choices((None, "small", "big"), weights=(6, 2, 2))[0]
+    return rng.choices((None, "small", "big"), weights=(5, 3, 2))[0]
 
 
 def _any_colour(rng: Random) -> str:

@@ -1,165 +1,104 @@
-"""Draws captioned scenes in worker processes and keeps them, with their tokens, on the device.
+"""Captioned scenes on the device: pixels for the autoencoder, latents and tokens for the denoiser.
 
-It knows processes and tensors; what a scene is, `accel.pipelines.demo` knows.
+The set grows while scenes are drawn. Only the thread that trains touches the device.
 """
 
 from __future__ import annotations
 
-import mmap
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from multiprocessing import get_context
-from multiprocessing.pool import Pool
-from multiprocessing.synchronize import Event
-from random import Random
+import time
+from collections.abc import Callable
 
-import numpy as np
 import torch
-from PIL import Image
 
-from accel.pipelines.demo.captions import caption
-from accel.pipelines.demo.drawing import draw_scene
-from accel.pipelines.demo.measuring import Expectation, complaints
-from accel.pipelines.demo.scene import random_scene
+from demo_training.studio import CAPTIONS, CHUNK, Studio
 
-CAPTIONS = 8
-"""Wordings for each scene."""
+Encode = Callable[[torch.Tensor], torch.Tensor]
+"""Scaled latents, in half precision, of pictures in [-1, 1]."""
 
-CHUNK = 250
-"""Scenes that a worker draws at a time."""
-
-_canvas: np.ndarray | None = None  # in a worker: every scene's pixels, shared with the parent
-_stopped: Event | None = None  # in a worker: whether drawing is over
-
-Judged = tuple[np.ndarray, Expectation, bool]
-
-
-class Studio:
-    """Worker processes that draw scenes, and later judge pictures.
-
-    Made before the device is touched: the workers are forks of this process, and a fork of a
-    process that holds CUDA may not use it.
-    """
-
-    def __init__(self, scenes: int, side: int, workers: int, seed: int) -> None:
-        self.scenes = max(CHUNK, scenes // CHUNK * CHUNK)
-        self.side = side
-        shape = (self.scenes, side, side, 3)
-        # An anonymous map is shared by forks whatever the size of /dev/shm.
-        self.pixels = np.frombuffer(mmap.mmap(-1, int(np.prod(shape))), np.uint8).reshape(shape)
-        context = get_context("fork")
-        self._stopped = context.Event()
-        self._pool: Pool = context.Pool(workers, _open, (self.pixels, self._stopped))
-        jobs = [(seed, chunk) for chunk in range(self.scenes // CHUNK)]
-        self._drawn = self._pool.imap_unordered(_draw_chunk, jobs)
-
-    def drawn(self) -> Iterable[tuple[int, list[str]]]:
-        """(first scene, captions of `CHUNK` scenes, `CAPTIONS` each) as they are finished."""
-        return self._drawn
-
-    def stop_drawing(self) -> None:
-        """Leaves the scenes that nobody has begun undrawn."""
-        self._stopped.set()
-
-    def judge(self, work: Sequence[Judged]) -> list[list[str]]:
-        """The complaints about each (picture, expectation, whether shapes count)."""
-        return self._pool.map(_judge, work, chunksize=4)
-
-    def close(self) -> None:
-        """Ends the workers."""
-        self._pool.terminate()
-
-
-def _open(pixels: np.ndarray, stopped: Event) -> None:
-    global _canvas, _stopped
-    _canvas, _stopped = pixels, stopped
-
-
-def _draw_chunk(job: tuple[int, int]) -> tuple[int, list[str]]:
-    assert _canvas is not None and _stopped is not None
-    seed, chunk = job
-    if _stopped.is_set():
-        return chunk * CHUNK, []
-    rng = Random(seed * 1_000_003 + chunk)
-    texts: list[str] = []
-    for index in range(chunk * CHUNK, (chunk + 1) * CHUNK):
-        scene = random_scene(rng)
-        _canvas[index] = np.asarray(draw_scene(scene, _canvas.shape[1], rng))
-        texts += [caption(scene, rng) for _ in range(CAPTIONS)]
-    return chunk * CHUNK, texts
-
-
-def _judge(work: Judged) -> list[str]:
-    pixels, expected, shapes = work
-    return complaints(Image.fromarray(pixels), expected, shapes=shapes)
+AT_ONCE = 125
+"""Pictures that are encoded together."""
 
 
 class Dataset:
-    """Scenes on the device, growing while they are drawn: pixels (uint8) or latents, tokens."""
+    """Scenes on the device: pixels (uint8) of the first `kept`, latents of all, tokens of all.
 
-    def __init__(
-        self,
-        studio: Studio,
-        tokenize: Callable[[list[str]], torch.Tensor],
-        device: torch.device,
-    ) -> None:
+    `ready` of them may be drawn from; `pictures` of those have pixels.
+    """
+
+    def __init__(self, studio: Studio, device: torch.device, kept: int, seed: int) -> None:
         count, side = studio.scenes, studio.side
         self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
         self._studio = studio
-        self.pixels = torch.empty((count, side, side, 3), dtype=torch.uint8, device=device)
-        length = tokenize([""]).shape[1]
-        self.tokens = torch.empty((count, CAPTIONS, length), dtype=torch.int16, device=device)
-        self.latents: torch.Tensor | None = None
-        self.ready = 0
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._collect, args=(studio, tokenize), daemon=True)
-        self._thread.start()
+        self._encode: Encode | None = None
+        kept = min(kept, count)
+        self.pixels = torch.empty((kept, side, side, 3), dtype=torch.uint8, device=device)
+        shape = (count, CAPTIONS, studio.tokens)
+        self.tokens = torch.empty(shape, dtype=torch.int16, device=device)
+        self.latents = torch.empty(0, device=device)
+        self.ready = self.pictures = 0
 
-    def _collect(self, studio: Studio, tokenize: Callable[[list[str]], torch.Tensor]) -> None:
-        try:
-            for first, texts in studio.drawn():
-                if not texts:
-                    continue
-                low, high = self.ready, self.ready + CHUNK
-                self.pixels[low:high] = torch.from_numpy(studio.pixels[first : first + CHUNK]).to(
-                    self.device
-                )
-                tokens = tokenize(texts).to(torch.int16).view(CHUNK, CAPTIONS, -1)
-                self.tokens[low:high] = tokens.to(self.device)
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
-                self.ready = high
-        except BaseException as error:
-            self.error = error
-            raise
+    @property
+    def complete(self) -> bool:
+        """Whether every scene is here."""
+        return self.ready == len(self.tokens)
+
+    def grow(self) -> bool:
+        """Takes in one chunk, if one is drawn and, without an encoder, its pixels can be kept."""
+        if self.complete or (self._encode is None and self.pictures == len(self.pixels)):
+            return False
+        drawn = self._studio.collect()
+        if drawn is None:
+            return False
+        pixels, tokens = (torch.from_numpy(array).to(self.device) for array in drawn)
+        low, high = self.ready, self.ready + CHUNK
+        self.tokens[low:high] = tokens
+        if self._encode is not None:
+            self._store(low, pixels)
+        if self.pictures == low and self.pictures + CHUNK <= len(self.pixels):
+            self.pixels[low:high] = pixels
+            self.pictures = high
+        self.ready = high
+        return True
 
     def wait_for(self, scenes: int) -> None:
         """Returns when at least `scenes` are ready (all of them, if there are fewer)."""
-        while self.ready < min(scenes, len(self.pixels)) and self.error is None:
-            self._thread.join(0.05)
-        if self.error is not None:
-            raise RuntimeError("drawing scenes failed") from self.error
+        while self.ready < min(scenes, len(self.tokens)):
+            if not self.grow():
+                time.sleep(0.005)
 
-    def finish(self) -> None:
-        """Ends the drawing: what is ready now is all there will be."""
-        self._studio.stop_drawing()
-        self._thread.join()
-        self.wait_for(0)
+    @torch.no_grad()
+    def encode_with(self, encode: Encode) -> None:
+        """Encodes the scenes that are here, and from now on every scene that comes."""
+        self._encode = encode
+        for low in range(0, self.ready, CHUNK):
+            self._store(low, self.pixels[low : low + CHUNK])
+
+    @torch.no_grad()
+    def _store(self, low: int, pixels: torch.Tensor) -> None:
+        assert self._encode is not None
+        for first in range(0, len(pixels), AT_ONCE):
+            latents = self._encode(as_signal(pixels[first : first + AT_ONCE]))
+            if not len(self.latents):
+                shape = (len(self.tokens), *latents.shape[1:])
+                self.latents = torch.empty(shape, dtype=torch.float16, device=self.device)
+            self.latents[low + first : low + first + len(latents)] = latents
 
     def crops(self, count: int, side: int) -> torch.Tensor:
         """(count, 3, side, side) squares cut out of random pictures, in [-1, 1], float32."""
-        chosen = torch.randint(self.ready, (count,), device=self.device)
+        chosen = self._random(self.pictures, count)
         room = self.pixels.shape[1] - side + 1
-        corners = torch.randint(room, (2, count, 1), device=self.device)
-        rows, columns = corners + torch.arange(side, device=self.device)
+        across = torch.arange(side, device=self.device)
+        rows, columns = (self._random(room, count)[:, None] + across for _ in range(2))
         return as_signal(self.pixels[chosen[:, None, None], rows[:, :, None], columns[:, None]])
 
     def latents_and_tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Random latents, float32, each with the tokens of one of its captions, int64."""
-        assert self.latents is not None
-        chosen = torch.randint(len(self.latents), (count,), device=self.device)
-        wording = torch.randint(CAPTIONS, (count,), device=self.device)
+        chosen, wording = self._random(self.ready, count), self._random(CAPTIONS, count)
         return self.latents[chosen].float(), self.tokens[chosen, wording].long()
+
+    def _random(self, below: int, count: int) -> torch.Tensor:
+        return torch.randint(below, (count,), device=self.device, generator=self.generator)
 
 
 def as_signal(pixels: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,22 @@ def new_parts(side: int) -> Parts:
     return Parts(tokenizer, _text_encoder(tokenizer), _unet(side), _vae())
 
 
+def load_parts(folder: Path) -> Parts:
+    """The parts of the pipeline that `save` wrote, in float32.
+
+    Raises ValueError where its tokenizer cuts a word of today's world into pieces.
+    """
+    pipe = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    known = pipe.tokenizer.get_vocab()
+    unknown = sorted(word for word in known_words() if f"{word}</w>" not in known)
+    if unknown:
+        raise ValueError(
+            f"the tokenizer in {folder} lacks {', '.join(unknown)}: the vocabulary has changed "
+            "since it was trained, train anew without --resume"
+        )
+    return Parts(pipe.tokenizer, pipe.text_encoder, pipe.unet, pipe.vae)
+
+
 def make_tokenizer(words: Iterable[str]) -> CLIPTokenizer:
     """A CLIP tokenizer for which every one of `words` is one token and any other text is bytes or
     pieces."""
