@@ -8,7 +8,7 @@ probe.
 from __future__ import annotations
 
 import contextlib
-import operator
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,17 +17,6 @@ import torch
 from torch import nn
 
 from accel.backend import Backend
-
-_FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
-    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
-)
-"""Thread- or process-wide switches that a forward may turn around a break: (read, write)."""
 
 _PROCESS_WIDE: tuple[Callable[[], Any], ...] = (
     torch.get_float32_matmul_precision,
@@ -55,47 +44,53 @@ class Ambient:
     """
 
     def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
-        self.autocast = tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in {device_type, "cpu"}
-            if torch._C._is_autocast_available(kind)
-        )
-        self.flags = tuple(_frozen(read()) for read, _ in _FLAGS)
-        self.device = torch.get_default_device()
+        self._switches = _switches(device_type)
+        self._settings = [read() for read, _ in self._switches]
+        self._device = torch.get_default_device()
 
     @property
     def key(self) -> tuple[Any, ...]:
         """The switches as a hashable value, with the process-wide ones that choose kernels."""
-        return (self.autocast, self.flags, self.device, *(read() for read in _PROCESS_WIDE))
+        return (self._device, *self._settings, *(read() for read in _PROCESS_WIDE))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Sets these switches for the length of the context, if they are not set already."""
-        now = Ambient(self.device_type)
-        if now.autocast == self.autocast and now.flags == self.flags and now.device == self.device:
+        """Sets these switches for the length of the context, those that are not set already."""
+        with contextlib.ExitStack() as stack:
+            for (read, write), setting in zip(self._switches, self._settings, strict=True):
+                if (now := read()) != setting:
+                    stack.callback(write, now)
+                    write(setting)
+            if torch.get_default_device() != self._device:
+                stack.enter_context(self._device)
             yield
-            return
-        self._set()
-        try:
-            if now.device == self.device:
-                yield
-            else:
-                with self.device:
-                    yield
-        finally:
-            now._set()
-
-    def _set(self) -> None:
-        for kind, enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        for (_, write), value in zip(_FLAGS, self.flags, strict=True):
-            write(list(value) if isinstance(value, tuple) else value)
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(int(v) for v in value) if isinstance(value, list) else value
+@functools.cache
+def _switches(device_type: str) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """What a forward may turn around a break, by thread or process: (read, write)."""
+    autocast = (
+        (torch.is_autocast_enabled, torch.set_autocast_enabled),
+        (torch.get_autocast_dtype, torch.set_autocast_dtype),
+    )
+    kinds = {device_type, "cpu"}
+    return [
+        (functools.partial(read, kind), functools.partial(write, kind))
+        for kind in filter(torch._C._is_autocast_available, kinds)
+        for read, write in autocast
+    ] + [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+        (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+        (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+        (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+        (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+        (_attention_order, torch._C._set_sdp_priority_order),
+    ]
+
+
+def _attention_order() -> tuple[int, ...]:
+    return tuple(map(int, torch._C._get_sdp_priority_order()))
 
 
 class WeightGuard:
@@ -135,11 +130,7 @@ class WeightGuard:
     def check(self) -> int:
         """The current version, after a look at every weight: address, shape, stride, dtype, and the
         structure of the module (about 0.4 µs a weight)."""
-        try:
-            changed = bool(self._deaths) or self._stock != self._take()
-        except (KeyError, TypeError):
-            changed = True
-        if changed:
+        if self._deaths or self._stock != self._take():
             self._take_stock()
             self.version += 1
         return self.version
@@ -152,26 +143,25 @@ class WeightGuard:
     def _take_stock(self) -> None:
         module = self._module()
         modules = [] if module is None else list(module.modules())
+        self._boxes = [box for m in modules for box in (m._modules, m._parameters, m._buffers)]
+        self._families = [m._modules for m in modules if m._modules]
         self._owners: list[dict[str, Any]] = []
         self._names: list[str] = []
-        self._boxes = [box for m in modules for box in (m._modules, m._parameters, m._buffers)]
-        self._families = [(m._modules, tuple(m._modules.values())) for m in modules if m._modules]
         self.storages: set[int] = set()
         self._deaths: list[Any] = []
         self._watches: list[weakref.ref[torch.UntypedStorage]] = []
         for m in modules:
             for owner in (m._parameters, m._buffers):
                 for name, tensor in owner.items():
-                    if tensor is not None:
-                        self._watch(owner, name, tensor)
+                    self._watch(owner, name, tensor)
         self._stock = self._take()
 
-    def _watch(self, owner: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
+    def _watch(self, owner: dict[str, Any], name: str, tensor: torch.Tensor | None) -> None:
         if hasattr(tensor, "__tensor_flatten__") and type(tensor) not in self._backend.tensor_types:
             for inner in tensor.__tensor_flatten__()[0]:
                 self._watch(tensor.__dict__, inner, getattr(tensor, inner))
             return
-        if tensor.device.type == self._backend.device_type:
+        if tensor is not None and tensor.device.type == self._backend.device_type:
             storage = self._backend.storage(tensor)
             self.storages.add(storage.data_ptr())
             self._watches.append(weakref.ref(storage, self._deaths.append))
@@ -179,14 +169,15 @@ class WeightGuard:
         self._names.append(name)
 
     def _take(self) -> tuple[Any, ...]:
-        tensors = list(map(operator.getitem, self._owners, self._names))
+        watched = map(dict.get, self._owners, self._names)
+        tensors: list[torch.Tensor] = [x for x in watched if x is not None]
         return (
-            list(map(self._backend.address, tensors)),
             list(map(len, self._boxes)),
-            [tuple(box.values()) == children for box, children in self._families],
+            [tuple(map(id, children.values())) for children in self._families],
+            list(map(self._backend.address, tensors)),
             list(map(torch.Tensor.size, tensors)),
             list(map(torch.Tensor.stride, tensors)),
-            [t.dtype for t in tensors],
+            [x.dtype for x in tensors],
         )
 
 
