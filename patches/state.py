@@ -56,7 +56,7 @@ class StateProbe:
             return None
         if not self._untouched():
             modules = list(module.modules())
-            self._state = [_state_of(m) for m in modules]
+            self._state = _State(modules)
             self._untouched = _watch(modules)
         return _attention_backend(), self._state
 
@@ -73,12 +73,27 @@ class StateProbe:
         return None
 
 
-def _state_of(module: nn.Module) -> tuple[Any, ...]:
+class _State:
+    """The modules' states as values. What they name by identity is kept alive, so that no new
+    object can take an old one's place and pass for it."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._kept: list[Any] = list(modules)
+        self.values = [_state_of(module, self._kept) for module in modules]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _State) and self.values == other.values
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _state_of(module: nn.Module, kept: list[Any]) -> tuple[Any, ...]:
     attributes = module.__dict__
-    hooks = tuple(id(h) for name in _HOOKS for h in attributes[name].values())
+    hooks = [hook for name in _HOOKS for hook in attributes[name].values()]
+    kept.extend(hooks)
     depth = 1 if type(module).__module__.startswith("torch.") else _DEPTH
-    own = tuple((k, _value(v, depth)) for k, v in attributes.items() if k not in _OF_TORCH)
-    return id(module), module.training, hooks, own
+    own = tuple((k, _value(v, depth, kept)) for k, v in attributes.items() if k not in _OF_TORCH)
+    return id(module), module.training, tuple(map(id, hooks)), own
 
 
 def _watch(modules: list[nn.Module]) -> Callable[[], bool]:
@@ -99,12 +114,13 @@ def _watch(modules: list[nn.Module]) -> Callable[[], bool]:
     children = [m._modules for m in modules]
 
     def look() -> tuple[Any, ...]:
+        seen: list[Any] = []  # what is watched is held by its owner, or was replaced: then it shows
         return (
             list(map(len, torchs)),
             list(map(operator.itemgetter("training"), torchs)),
             [tuple(hook) for hook in hooks if hook],
-            [_hooks_of_registry(registry) for registry in registries],
-            [_value(box, _DEPTH) for box in boxes],
+            [_hooks_of_registry(registry, seen) for registry in registries],
+            [_value(box, _DEPTH, seen) for box in boxes],
             [tuple(map(id, family.values())) for family in children if family],
         )
 
@@ -123,26 +139,25 @@ def _watch(modules: list[nn.Module]) -> Callable[[], bool]:
     return untouched
 
 
-def _value(x: Any, depth: int) -> Any:
-    """Plain values and containers by value, all else by identity; attention processors, which
-    carry scales as attributes, by their attributes too."""
-    if type(x) in _COMMON:
+def _value(x: Any, depth: int, kept: list[Any]) -> Any:
+    """Plain values and containers by value, all else by identity (and `kept`); attention
+    processors, which carry scales as attributes, by their attributes too."""
+    if type(x) in _COMMON or isinstance(x, _PLAIN):
         return x
-    if isinstance(x, _PLAIN) or depth == 0:
-        return x if isinstance(x, _PLAIN) else id(x)
-    if isinstance(x, (list, tuple)):
-        return tuple(_value(item, depth - 1) for item in x)
-    if isinstance(x, dict):
-        return tuple((key, _value(item, depth - 1)) for key, item in x.items())
-    if isinstance(x, (set, frozenset)):
-        return frozenset(item if isinstance(item, _PLAIN) else id(item) for item in x)
-    if (hooks := _hooks_of_registry(x)) is not None:
+    if depth and isinstance(x, (list, tuple)):
+        return tuple(_value(item, depth - 1, kept) for item in x)
+    if depth and isinstance(x, dict):
+        return tuple((key, _value(item, depth - 1, kept)) for key, item in x.items())
+    if depth and isinstance(x, (set, frozenset)):
+        return frozenset(_value(item, 0, kept) for item in x)
+    if (hooks := _hooks_of_registry(x, kept)) is not None:
         return hooks
+    kept.append(x)
     if isinstance(x, torch.Tensor):  # what lies on the host, Python may have read
         return (id(x), x._version) if x.is_cpu and not x.is_inference() else id(x)
-    if isinstance(x, (nn.Module, type)) or not _is_processor(x):
+    if not depth or isinstance(x, (nn.Module, type)) or not _is_processor(x):
         return id(x)
-    return id(x), tuple((key, _value(item, depth - 1)) for key, item in vars(x).items())
+    return id(x), tuple((key, _value(item, depth - 1, kept)) for key, item in vars(x).items())
 
 
 def _is_processor(x: Any) -> bool:
@@ -155,12 +170,13 @@ def _is_processor(x: Any) -> bool:
 _processors: dict[type, bool] = {}
 
 
-def _hooks_of_registry(x: Any) -> tuple[Any, ...] | None:
+def _hooks_of_registry(x: Any, kept: list[Any]) -> tuple[Any, ...] | None:
     """The hooks in a diffusers registry. An empty one, which `cache_context` leaves behind, is as
     good as none."""
     hooks = getattr(x, "hooks", None)
     if type(x).__name__ != "HookRegistry" or not isinstance(hooks, dict):
         return None
+    kept.extend(hooks.values())
     return tuple((name, id(hook)) for name, hook in hooks.items())
 
 

@@ -209,3 +209,21 @@ def test_attention_processors_and_slicing(pair: MakePair) -> None:
     both.picture(3)
     both.both(lambda pipe: pipe.unet.fuse_qkv_projections())
     both.picture(4)
+
+
+def test_a_new_object_never_passes_for_an_old_one_at_its_address() -> None:
+    class Table:
+        pass
+
+    layer = nn.Sequential(nn.Linear(2, 2))
+    layer.register_module("own", _Own())
+    layer.own.table = Table()
+    probe = StateProbe(layer)
+    before = probe()
+    for _ in range(50):
+        layer.own.table = Table()
+        assert probe() != before
+
+
+class _Own(nn.Module):
+    """A module that is not torch's own: its attributes are looked at."""
