@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -211,18 +213,24 @@ def test_attention_processors_and_slicing(pair: MakePair) -> None:
     both.picture(4)
 
 
-def test_a_new_object_never_passes_for_an_old_one_at_its_address() -> None:
+def test_an_object_lives_as_long_as_a_state_that_names_it() -> None:
+    """Else a new object could take its address, and pass for it."""
+
     class Table:
         pass
 
-    layer = nn.Sequential(nn.Linear(2, 2))
-    layer.register_module("own", _Own())
-    layer.own.table = Table()
+    layer = nn.Sequential(_Own())
+    layer[0].table = Table()
+    old = weakref.ref(layer[0].table)
     probe = StateProbe(layer)
     before = probe()
-    for _ in range(50):
-        layer.own.table = Table()
-        assert probe() != before
+    layer[0].table = Table()
+    assert probe() != before
+    gc.collect()
+    assert old() is not None
+    del before
+    gc.collect()
+    assert old() is None
 
 
 class _Own(nn.Module):
