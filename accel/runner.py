@@ -153,7 +153,7 @@ class GraphRunner:
             seen = self._values.setdefault(key.shapes, [set() for _ in key.values])
             for position, value in enumerate(key.values):
                 if value not in seen[position] and len(seen[position]) == VARIANTS:
-                    name = argument_name(call, position)
+                    name = argument_name(key.places[position])
                     raise Uncapturable(f"{name} has had more than {VARIANTS} values: pass a tensor")
             for values, value in zip(seen, key.values, strict=True):
                 values.add(value)

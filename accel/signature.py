@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import operator
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import SUPPORTED_NODES
 
 from accel.backend import Backend
 
@@ -40,7 +40,12 @@ _VALUES = (
     torch.layout,
     torch.memory_format,
 )
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_KEYED = (*_VALUES, types.FunctionType, types.BuiltinFunctionType)
+_LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, types.NoneType, bool, int, float, str))
+"""Common types that are no containers, told at a glance."""
+
+Place = tuple[Any, ...]
+"""Where in a tree: the names and numbers on the way there."""
 
 
 class Uncapturable(Exception):
@@ -50,17 +55,19 @@ class Uncapturable(Exception):
 class Signature(NamedTuple):
     """What the recorded work depends on in a call's arguments.
 
-    `shapes` holds the tree and the tensors' metadata, `values` the plain values in tree order,
-    `tensors` the tensor leaves themselves (not part of the key), each object once.
+    `shapes` holds the tree and the tensors' metadata, `values` the plain values in tree order;
+    these two are the key. `tensors` are the tensor leaves, each object once, `places` says where
+    each of the values is.
     """
 
     shapes: tuple[Any, ...]
     values: tuple[Any, ...]
     tensors: list[torch.Tensor]
+    places: list[Place]
 
 
 def signature(call: Any, backend: Backend) -> Signature:
-    """Keys `call`, usually `(args, kwargs)`. Raises `Uncapturable` for what cannot be keyed.
+    """Keys `call`, an `(args, kwargs)`. Raises `Uncapturable` for what cannot be keyed.
 
     >>> one, two = (signature(((x, 2), {}), backend) for x in torch.ones(2, 4, device=device))
     >>> one.shapes == two.shapes, one.values
@@ -69,80 +76,96 @@ def signature(call: Any, backend: Backend) -> Signature:
     shapes: list[Any] = []
     values: list[Any] = []
     tensors: list[torch.Tensor] = []
+    places: list[Place] = []
     seen: dict[int, int] = {}
-
-    def walk(x: Any) -> None:
+    for place, x, container in nodes(call):
         kind = type(x)
-        if isinstance(x, torch.Tensor):
-            if id(x) in seen:
-                shapes.append(seen[id(x)])
-                return
+        if container is not None:
+            shapes.append((kind, container.names))
+        elif id(x) in seen:
+            shapes.append(seen[id(x)])
+        elif isinstance(x, torch.Tensor):
             seen[id(x)] = len(tensors)
             tensors.append(x)
             shapes.append(_metadata(x, backend))
             if x.is_cpu:
                 values.append(host_bytes(x))
-        elif isinstance(x, _VALUES):
-            exact = repr(x) if isinstance(x, (float, complex)) else x  # 0.0 equals -0.0
-            values.append((kind, exact))
-            shapes.append(None)
-        elif (parts := opened(x)) is not None:
-            shapes.append((kind, len(parts.children), parts.names))
-            for child in parts.children:
-                walk(child)
+                places.append(place)
         elif isinstance(x, torch.Generator):
             shapes.append(kind)  # a recording that draws from one is refused
-        elif isinstance(x, _FUNCTIONS):
-            values.append((kind, x))
+        elif isinstance(x, _KEYED):
             shapes.append(None)
+            values.append((kind, repr(x) if isinstance(x, (float, complex)) else x))  # 0.0 == -0.0
+            places.append(place)
         else:
-            raise Uncapturable(f"{_place(call, x)} is a {kind.__name__}, whose contents may change")
+            what = f"{argument_name(place)} is a {kind.__name__}"
+            raise Uncapturable(f"{what}, whose contents may change")
+    return Signature(tuple(shapes), tuple(values), tensors, places)
 
-    walk(call)
-    return Signature(tuple(shapes), tuple(values), tensors)
+
+def argument_name(place: Place) -> str:
+    """The argument at a place in `(args, kwargs)`, in words.
+
+    >>> argument_name((0, 2)), argument_name((1, "extra", "steps", 0))
+    ('argument [2]', 'extra.steps[0]')
+    """
+    keyword, *path = place
+    name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return name.removeprefix(".") if keyword else f"argument {name}"
 
 
-class Opened(NamedTuple):
-    """A container's children, in order, and how to build its like from other children."""
+class Container(NamedTuple):
+    """A container's children, their names or numbers, and how to build its like from others."""
 
-    children: list[Any]
-    names: tuple[Any, ...]
+    children: Sequence[Any]
+    names: Sequence[Any]
     build: Callable[[list[Any]], Any]
 
 
-def opened(x: Any) -> Opened | None:
+def opened(x: Any) -> Container | None:
     """Takes a container apart; None if `x` is none that can be put together again."""
     kind = type(x)
+    if kind in _LEAVES:
+        return None
     if kind is list or kind is tuple:
-        return Opened(list(x), (), kind)
+        return Container(x, range(len(x)), kind)
     if kind is slice:
-        return Opened([x.start, x.stop, x.step], (), lambda children: slice(*children))
+        return Container((x.start, x.stop, x.step), range(3), lambda parts: slice(*parts))
     if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return Opened(list(x), (), lambda children: kind(*children))
+        return Container(x, range(len(x)), x._make)
     if isinstance(x, dict):
         names = tuple(x)
-        return Opened(list(x.values()), names, lambda c: _like_dict(x, names, c))
+        return Container(tuple(x.values()), names, lambda c: _like(x, operator.setitem, names, c))
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        fields = tuple(f.name for f in dataclasses.fields(x) if hasattr(x, f.name))
-        return Opened([getattr(x, f) for f in fields], fields, lambda c: _like_object(x, fields, c))
+        names = tuple(f.name for f in dataclasses.fields(x) if hasattr(x, f.name))
+        children = [getattr(x, name) for name in names]
+        return Container(children, names, lambda c: _like(x, object.__setattr__, names, c))
     return None
 
 
-def _like_dict(x: dict[Any, Any], names: tuple[Any, ...], children: list[Any]) -> Any:
-    if type(x) is dict:
-        return dict(zip(names, children, strict=True))
-    if (node := SUPPORTED_NODES.get(type(x))) is not None:
-        return node.unflatten_fn(children, node.flatten_fn(x)[1])
+def _like(x: Any, put: Callable[..., None], names: Sequence[Any], children: list[Any]) -> Any:
+    """A copy of `x`, of its type and with its attributes, with other children."""
     like = copy.copy(x)
-    like.update(zip(names, children, strict=True))
+    for name, child in zip(names, children, strict=True):
+        put(like, name, child)
     return like
 
 
-def _like_object(x: Any, fields: tuple[str, ...], children: list[Any]) -> Any:
-    like = copy.copy(x)
-    for name, child in zip(fields, children, strict=True):
-        object.__setattr__(like, name, child)
-    return like
+def nodes(x: Any) -> Iterator[tuple[Place, Any, Container | None]]:
+    """Everything in `x`, containers before what is in them, in order: (place, node, opened)."""
+    ahead: list[tuple[Place, Any]] = [((), x)]
+    while ahead:
+        place, node = ahead.pop()
+        container = opened(node)
+        yield place, node, container
+        if container is not None:
+            inside = zip(container.names, container.children, strict=True)
+            ahead.extend(reversed([((*place, name), child) for name, child in inside]))
+
+
+def leaves(x: Any) -> list[Any]:
+    """Everything in `x` that is no container, in order."""
+    return [node for _, node, container in nodes(x) if container is None]
 
 
 def map_tree(leaf: Callable[[Any], Any], x: Any) -> Any:
@@ -151,47 +174,15 @@ def map_tree(leaf: Callable[[Any], Any], x: Any) -> Any:
     >>> map_tree(lambda n: n + 1, {"a": [1, 2]})
     {'a': [2, 3]}
     """
-    parts = opened(x)
-    if parts is None:
+    container = opened(x)
+    if container is None:
         return leaf(x)
-    return parts.build([map_tree(leaf, child) for child in parts.children])
-
-
-def leaves(x: Any) -> list[Any]:
-    """Everything in `x` that is no container, in order."""
-    parts = opened(x)
-    return [x] if parts is None else [leaf for child in parts.children for leaf in leaves(child)]
-
-
-def named_leaves(x: Any, name: str = "") -> Iterable[tuple[str, Any]]:
-    """`leaves` with the path of each: `[0]`, `added_cond_kwargs.time_ids`."""
-    parts = opened(x)
-    if parts is None:
-        yield name, x
-        return
-    names = parts.names or [f"[{i}]" for i in range(len(parts.children))]
-    for child_name, child in zip(names, parts.children, strict=True):
-        dot = "." if name and parts.names else ""
-        yield from named_leaves(child, f"{name}{dot}{child_name}")
-
-
-def argument_name(call: tuple[tuple[Any, ...], dict[str, Any]], position: int) -> str:
-    """The name of the plain value (or small host tensor) at `position` of `Signature.values`."""
-    args, kwargs = call
-    named = [*named_leaves(list(args), "argument "), *named_leaves(kwargs)]
-    keyed = [n for n, x in named if not isinstance(x, torch.Tensor) or x.is_cpu]
-    return keyed[position] if position < len(keyed) else f"value {position}"
+    return container.build([map_tree(leaf, child) for child in container.children])
 
 
 def is_value(x: Any) -> bool:
     """Whether `x` is a plain value: equal values mean equal calls."""
     return isinstance(x, _VALUES)
-
-
-def _place(call: Any, x: Any) -> str:
-    args, kwargs = call if isinstance(call, tuple) and len(call) == 2 else (call, {})
-    named = [*named_leaves(list(args), "argument "), *named_leaves(kwargs)]
-    return next((name for name, leaf in named if leaf is x), "an argument")
 
 
 def host_bytes(x: torch.Tensor) -> tuple[int, ...]:
@@ -315,47 +306,38 @@ class Edits:
     """
 
     def __init__(self, call: Any) -> None:
-        self._before = [(box, _contents(box)) for box in _boxes(call)]
+        self._before = [(box, copy.copy(box), _identities(box)) for box in _boxes(call)]
         self._kept: list[tuple[int, list[int]]] = []
 
     def closed(self) -> Edits:
         """Compares. Raises `Uncapturable` if something was put in that was not there before."""
-        for index, (box, before) in enumerate(self._before):
-            now = _contents(box)
-            if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
-                continue
-            places = {id(x): place for place, x in enumerate(before)}
-            if any(id(x) not in places for x in now):
+        for number, (box, _, before) in enumerate(self._before):
+            now = _identities(box)
+            if not set(now) <= set(before):
                 raise Uncapturable(
                     "the forward puts something into a list or dict that it is given"
                 )
-            self._kept.append((index, [places[id(x)] for x in now]))
+            if now != before:
+                self._kept.append((number, [before.index(item) for item in now]))
         self._before = []
         return self
 
     def apply(self, call: Any) -> None:
         """Leaves `call`'s lists and dicts as the recorded call left its own."""
-        if not self._kept:
-            return
-        boxes = list(_boxes(call))
-        for index, kept in self._kept:
-            box = boxes[index]
-            if isinstance(box, list):
-                box[:] = [box[place] for place in kept]
-            else:
-                items = list(box.items())
-                box.clear()
-                box.update(items[place] for place in kept)
+        boxes = _boxes(call) if self._kept else []
+        for number, kept in self._kept:
+            box = boxes[number]
+            items = list(box.items() if isinstance(box, dict) else box)
+            box.clear()
+            (box.update if isinstance(box, dict) else box.extend)(items[place] for place in kept)
 
 
-def _boxes(x: Any) -> Iterable[Any]:
-    parts = opened(x)
-    if parts is not None:
-        if isinstance(x, (list, dict)):
-            yield x
-        for child in parts.children:
-            yield from _boxes(child)
+def _boxes(x: Any) -> list[Any]:
+    return [node for _, node, _ in nodes(x) if isinstance(node, (list, dict))]
 
 
-def _contents(box: Any) -> list[Any]:
-    return list(box.values()) if isinstance(box, dict) else list(box)
+def _identities(box: Any) -> list[Any]:
+    """What is in a box, comparable without asking the things themselves."""
+    if isinstance(box, dict):
+        return [(name, id(x)) for name, x in box.items()]
+    return [id(x) for x in box]
