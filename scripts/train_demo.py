@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,9 +63,6 @@ ALTERNATIVES = (
 JUDGING = 40.0
 """Seconds kept for saving and judging, at most a quarter of the time."""
 
-CHECKPOINTS = (0.1, 0.3, 0.55, 0.8)
-"""When the denoiser is looked at on the way, as shares of its time."""
-
 TREND_PROMPTS = 128
 VAE_BATCH = 96
 VAE_SHARE = 0.23
@@ -101,6 +99,7 @@ def main(
         float, typer.Option(help="seconds for the decoder alone, with --resume")
     ] = 45.0,
     rate: Annotated[float, typer.Option(help="peak learning rate; 1e-3, resumed 8e-4")] = 0.0,
+    looks: Annotated[int, typer.Option(help="times the model is judged on the way")] = 4,
     trials: Annotated[int, typer.Option(help="random prompts for each sampling setting")] = 256,
     side: Annotated[int, typer.Option(help="side of the pictures, less for rehearsals")] = SIZE,
     seed: Annotated[int, typer.Option(help="seed of scenes and weights")] = 0,
@@ -116,9 +115,14 @@ def main(
     plan = Plan.of(papers.begin, minutes * 60, vae_time)
     kept = scenes if resume is None else KEPT
     data = Dataset(studio, torch.device(device), kept, seed + 1)
-    _train_vae(parts, data, plan.vae, vae_batch, studio, papers, resumed=resume is not None)
+    _train_vae(parts, data, plan.vae, vae_batch, papers, resumed=resume is not None)
+    _judge_autoencoder(parts, data, studio, min(TREND_PROMPTS, trials), papers)
     peak = rate or (1e-3 if resume is None else 8e-4)
-    _train_denoiser(parts, data, plan, batch, peak, output, studio, papers)
+    now, share = time.monotonic(), 1 / (looks + 1)
+    moments = [now + (plan.denoiser - now) * share * (look + 1) for look in range(looks)]
+    visit = _visits(parts, output, studio, min(TREND_PROMPTS, trials), papers)
+    _train_denoiser(parts, data, plan.denoiser, batch, peak, papers, moments, visit)
+    _save(parts, output, papers)
     _judge_saved(output, device, studio, plan, trials, papers)
     studio.close()
     papers.log("done")
@@ -150,7 +154,6 @@ def _train_vae(
     data: Dataset,
     until: float,
     batch: int,
-    studio: Studio,
     papers: Report,
     *,
     resumed: bool,
@@ -168,20 +171,21 @@ def _train_vae(
     if not resumed:
         scale_latents(parts.vae, data)
         encode_data(parts.vae, data)
-    spread = [f"{value:.2f}" for value in data.latents[:2000].float().std(dim=(0, 2, 3)).tolist()]
-    papers.log(f"standard deviations of latents {' '.join(spread)}")
-    _judge_autoencoder(parts, data, studio, papers)
+    spread = data.latents[: min(2000, data.ready)].float().std(dim=(0, 2, 3)).tolist()
+    papers.log(f"standard deviations of latents {' '.join(f'{value:.2f}' for value in spread)}")
 
 
 @torch.no_grad()
-def _judge_autoencoder(parts: Parts, data: Dataset, studio: Studio, papers: Report) -> None:
+def _judge_autoencoder(
+    parts: Parts, data: Dataset, studio: Studio, number: int, papers: Report
+) -> None:
     """How far drawn scenes survive the autoencoder: the denoiser cannot do better."""
     pictures = as_signal(data.pixels[:10])
     rebuilt = parts.vae.decode(parts.vae.encode(pictures).latents).sample
     papers.log(f"reconstruction L1 {(rebuilt - pictures).abs().mean().item():.4f}")
     images = _images(torch.cat([pictures, rebuilt]))
     contact_sheet(images, ["drawn"] * 10 + ["rebuilt"] * 10, papers.folder / "reconstructions.png")
-    scenes = drawn_scenes(TREND_PROMPTS, studio.side, seed=2)
+    scenes = drawn_scenes(number, studio.side, seed=2)
     through: list[Image.Image] = []
     for image, _ in scenes:
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
@@ -200,35 +204,39 @@ def _images(signal: torch.Tensor) -> list[Image.Image]:
 def _train_denoiser(
     parts: Parts,
     data: Dataset,
-    plan: Plan,
+    until: float,
     batch: int,
     rate: float,
-    output: Path,
-    studio: Studio,
     papers: Report,
+    moments: list[float],
+    visit: Callable[[], None],
 ) -> None:
     data.wait_for(batch)
     parts.unet.to(data.device)
     parts.text_encoder.to(data.device)
-    training = DenoiserTraining(parts, data, batch)
-    pipe = pipeline(parts)
-    prompts = fixed_prompts()
-    others = random_prompts(TREND_PROMPTS, seed=1)
+    steps = DenoiserTraining(parts, data, batch).run(until, rate, papers.log, moments, visit)
+    papers.log(f"{steps} denoiser steps of {batch}, {data.ready} scenes drawn")
+
+
+def _visits(
+    parts: Parts, output: Path, studio: Studio, others: int, papers: Report
+) -> Callable[[], None]:
+    """Saves the model and says how it does by now, on the check and on other prompts."""
+    check = fixed_prompts()
+    prompts = check + random_prompts(others, seed=1)
 
     def visit() -> None:
-        save(parts, output)
-        papers.pack(output)
-        pictures = sample(pipe, prompts + others, DEFAULTS)
-        verdict = judge(studio, pictures, [expected for *_, expected in prompts + others])
-        cut = len(prompts)
-        halves = Verdict(verdict.faults[:cut]), Verdict(verdict.faults[cut:])
-        papers.log(f"checkpoint, {data.ready} scenes; check: {halves[0]}; random: {halves[1]}")
-        add_strip(pictures[2:cut:4], papers.folder / "progress.png")
+        _save(parts, output, papers)
+        pictures = sample(pipeline(parts), prompts, DEFAULTS)
+        faults = judge(studio, pictures, [expected for *_, expected in prompts]).faults
+        known, random = Verdict(faults[: len(check)]), Verdict(faults[len(check) :])
+        papers.log(f"by now, check: {known}; random prompts: {random}")
+        add_strip(pictures[2 : len(check) : 4], papers.folder / "progress.png")
 
-    now = time.monotonic()
-    moments = [now + (plan.denoiser - now) * share for share in CHECKPOINTS]
-    steps = training.run(plan.denoiser, rate, papers.log, moments, visit)
-    papers.log(f"{steps} denoiser steps of {batch}, {data.ready} scenes drawn")
+    return visit
+
+
+def _save(parts: Parts, output: Path, papers: Report) -> None:
     save(parts, output)
     papers.pack(output)
     papers.log(f"saved to {output}: {_bytes_in(output) / 1e6:.2f} MB")

@@ -7,8 +7,10 @@ the right, y down, 0 to 1). It knows nothing of pixels (`drawing`) and nothing o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from random import Random
 
 from accel.pipelines.demo.vocabulary import (
@@ -140,8 +142,10 @@ def _several(rng: Random) -> Scene:
     arrangement = rng.choices((None, "row", "column"), weights=(6, 2, 1))[0]
     noun, size = _noun(rng), rng.choices((None, "small", "big"), weights=(8, 1, 1))[0]
     centres, radius = _layout(rng, count, arrangement)
-    factor = {None: 1.0, "small": 0.68, "big": 1.2}[size]
-    spots = tuple(_spot(rng, x, y, radius * factor, wobble=0.015) for x, y in centres)
+    # However big, neighbours stay apart: two ovals that touch are one thing.
+    room = 0.39 * min(math.dist(one, other) for one, other in combinations(centres, 2))
+    radius = min(room, radius * {None: 1.0, "small": 0.68, "big": 1.2}[size])
+    spots = tuple(_spot(rng, x, y, radius, wobble=0.015) for x, y in centres)
     colour = _colour(rng, background, noun=noun)
     return Scene(background, (Group(noun, colour, spots, size, arrangement=arrangement),))
 

@@ -20,6 +20,7 @@ from accel.pipelines.demo.vocabulary import (
     SIZES,
     plural,
 )
+from accel.pipelines.demo.words import known_words
 
 ORDER = {  # axis, and whether what is named first lies further left or up
     "left of": ("x", True),
@@ -72,7 +73,7 @@ def read(text: str) -> Expectation | None:
     nouns = [word for word in re.findall(r"\w+", text) if word in NOUN_OF]
     if ground is None or not found or len(nouns) != len(found):
         return None
-    if re.search(r"\b(?:light|dark|shapes?|things?|objects?)\b", text):
+    if re.search(r"\b(?:light|dark|shapes?|things?|objects?)\b", text) or _holds_nonsense(text):
         return None
     things = tuple(
         Things(
@@ -85,6 +86,10 @@ def read(text: str) -> Expectation | None:
     )
     colour = COLOUR_OF[ground["colour"] or ground["last"]]
     return Expectation(colour, things, order_of(text, found, things))
+
+
+def _holds_nonsense(text: str) -> bool:
+    return not set(re.findall(r"[a-z]+|\d+", text)) <= known_words()
 
 
 def order_of(
@@ -111,19 +116,23 @@ def captioned(number: int) -> list[tuple[Scene, str]]:
 def test_drawn_scenes_show_what_their_captions_say() -> None:
     kinds: Counter[str] = Counter()
     wrong: dict[str, list[str]] = {}
+    mistaken = 0
     for scene, text in captioned(1000):
         expected = read(text)
         if expected is None or Expectation.of_scene(scene) is None:
             continue
         kinds[expected.order[0] if expected.order else "none"] += 1
         kinds["placed"] += any(things.place is not None for things in expected.things)
-        if found := complaints(draw_scene(scene, 256, Random(0)), expected):
+        picture = draw_scene(scene, 256, Random(0))
+        mistaken += bool(complaints(picture, expected))
+        if found := complaints(picture, expected, shapes=False):
             wrong[text] = found
     assert kinds["x"] >= 30, kinds
     assert kinds["y"] >= 30, kinds
     assert kinds["placed"] >= 60, kinds
     assert kinds.total() >= 350, kinds
-    assert len(wrong) <= 2, wrong  # a small silhouette, now and then
+    assert not wrong
+    assert mistaken <= 0.02 * kinds.total()  # silhouettes of a few pixels
 
 
 def test_a_reader_tells_left_from_right_and_above_from_below() -> None:
