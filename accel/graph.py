@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import sys
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from accel.backend import Segment
+from accel.backend import Backend
 from accel.guard import Ambient, Held
 from accel.memory import Pool
 from accel.reporting import BreakReport
@@ -34,13 +34,6 @@ class GuardMiss(Exception):
 
 class Refused(Exception):
     """The call cannot be replayed rightly, for the reason given; it has to run eagerly."""
-
-
-class Step(Protocol):
-    """What a graph is made of: a segment or a break."""
-
-    def replay(self) -> None:
-        """Does on the current stream what it did when recorded."""
 
 
 class BreakableGraph:
@@ -60,7 +53,7 @@ class BreakableGraph:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.steps: list[Step] = []
+        self.steps: list[Any] = []
         self.breaks: list[BreakReport] = []
         self.held: list[Any] = []
         self.operations = 0
@@ -84,153 +77,106 @@ class BreakableGraph:
 
     def discard(self) -> None:
         """Lets go of everything; the segments stay parked until their pool's generation ends."""
-        self.pool.bury([step for step in self.steps if not isinstance(step, Break)])  # type: ignore[misc]
+        self.pool.bury([step for step in self.steps if not isinstance(step, Break)])
         self.steps, self.held = [], []
-
-
-class Outputs:
-    """What a break returned when recorded, and where later returns have to go.
-
-    Device tensors get a boundary buffer each, except those that the break was given (an `out`
-    argument returned). What reached the host steered Python: it has to come back byte for byte.
-    `handed_out` is what the model gets during the recording.
-    """
-
-    def __init__(self, result: Any, aliases: dict[int, Any], pool: Pool) -> None:
-        self._pool, self._aliases = pool, aliases
-        self.guarded = any(self._on_host(x) for x in leaves(result))
-        if self.guarded:
-            self._settle()
-        self._targets: list[Any] = []
-        self.handed_out = map_tree(self._receive, result)
-
-    def _on_host(self, x: Any) -> bool:
-        return x is not None and (not isinstance(x, torch.Tensor) or x.is_cpu)
-
-    def _settle(self) -> None:
-        """Waits for copies to pinned host memory, which return before they are done."""
-        self._pool.backend.synchronize(self._pool.backend.current_stream(self._pool.device))
-
-    def _receive(self, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            self._targets.append(x)
-            return x
-        if x.is_cpu:
-            self._targets.append(x.clone())
-            return x
-        if id(x) in self._aliases:
-            self._targets.append(self._aliases[id(x)])
-            return x
-        buffer = like_in_memory(x, self._pool.backend)
-        distinct(buffer).copy_(distinct(x))
-        self._targets.append(buffer)
-        return buffer
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """The boundary buffers, without tensors that the break was given."""
-        given = {id(x) for x in self._aliases.values()}
-        return [
-            x
-            for x in self._targets
-            if isinstance(x, torch.Tensor) and not x.is_cpu and id(x) not in given
-        ]
-
-    def deliver(self, fresh: Any, what: str) -> None:
-        """Puts `fresh` where the recording expects it. Raises `GuardMiss` if it does not fit."""
-        if self.guarded:
-            self._settle()
-        news = leaves(fresh)
-        if len(news) != len(self._targets):
-            raise GuardMiss(f"{what} returned another structure")
-        for new, old in zip(news, self._targets, strict=True):
-            if isinstance(old, torch.Tensor):
-                self._deliver_tensor(new, old, what)
-            elif type(new) is not type(old) or repr(new) != repr(old):
-                raise GuardMiss(f"{what} returned {new!r}, in the recording {old!r}")
-
-    def _place(self, x: torch.Tensor) -> tuple[int, Any]:
-        return self._pool.backend.address(x), x.stride()
-
-    def _deliver_tensor(self, new: Any, old: torch.Tensor, what: str) -> None:
-        if not isinstance(new, torch.Tensor) or (new.device, new.dtype) != (old.device, old.dtype):
-            raise GuardMiss(f"{what} returned another kind of value")
-        if new.shape != old.shape:
-            was, is_ = tuple(old.shape), tuple(new.shape)
-            raise GuardMiss(f"{what} returned shape {is_}, in the recording {was}")
-        if old.is_cpu:
-            if not torch.equal(bytes_of(new), bytes_of(old)):
-                raise GuardMiss(f"{what} brought other values to the host")
-        elif self._place(new) != self._place(old):
-            distinct(old).copy_(distinct(new) if new.stride() == old.stride() else new)
 
 
 class Break:
     """A function that runs on every replay, with the arguments and in the context of its recording.
 
-    Tensors that were born in the recording are held as aliases without ownership, so that a chain
-    of segments needs the memory of the largest and not of the sum.
+    Arguments that were born in the recording are held as aliases without ownership, so that a chain
+    of segments needs the memory of the largest and not of the sum. Of what it returns, device
+    tensors get a boundary buffer each, except those that it was given (an `out` argument, or a view
+    of one). What reached the host steered Python: it has to come back byte for byte, `guarded`.
     """
 
     def __init__(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, ambient: Ambient | None
+        self, function: Callable[..., Any], args: Any, kwargs: Any, pool: Pool, ambient: Any
     ) -> None:
-        self._function, self._args, self._kwargs = function, args, kwargs
-        self._ambient = ambient
         self.what = getattr(function, "__qualname__", None) or str(function)
-        self.outputs: Outputs | None = None
+        self.guarded = False
+        self.buffers: list[torch.Tensor] = []
+        self._function, self._args, self._kwargs = function, args, kwargs
+        self._pool, self._ambient = pool, ambient
+        self._targets: list[Any] = []
 
-    def first_run(self, pool: Pool) -> Outputs:
-        """Runs the function with the live arguments, then exchanges those for aliases."""
+    def first_run(self) -> Any:
+        """Runs the function with the live arguments, then exchanges those for aliases. Returns what
+        the model gets."""
+        storage, alias = self._pool.backend.storage, self._pool.backend.alias
         result = self._run()
-        backend, born = pool.backend, pool.backend.live_blocks(pool.id)
-        aliases: dict[int, Any] = {}
-        given: set[int] = set()
+        born, kept = self._pool.backend.live_blocks(self._pool.id), dict[int, torch.Tensor]()
 
-        def hold(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor) or x.is_cpu:
+        def keep(x: Any) -> Any:
+            if not _on_device(x):
                 return x
-            if id(x) not in aliases:
-                base = backend.storage(x).data_ptr()
-                given.add(base)
-                aliases[id(x)] = backend.alias(x) if base in born else x
-            return aliases[id(x)]
+            if id(x) not in kept:
+                kept[id(x)] = alias(x) if storage(x).data_ptr() in born else x
+            return kept[id(x)]
 
-        args, kwargs = map_tree(hold, self._args), map_tree(hold, self._kwargs)
-        for x in leaves(result):  # views of what it was given are given too
-            if isinstance(x, torch.Tensor) and backend.storage(x).data_ptr() in given:
-                hold(x)
-        outputs = Outputs(result, aliases, pool)
-        self._args, self._kwargs, self.outputs = args, kwargs, outputs
-        return outputs
+        self._args, self._kwargs = map_tree(keep, self._args), map_tree(keep, self._kwargs)
+        given = {storage(x).data_ptr() for x in kept.values()}
+
+        def receive(x: Any) -> Any:
+            if _on_device(x) and storage(x).data_ptr() not in given:
+                x = self._buffered(x)
+                self.buffers.append(x)
+            self._targets.append(x.clone() if isinstance(x, torch.Tensor) and x.is_cpu else keep(x))
+            return x
+
+        self.guarded = not all(x is None or _on_device(x) for x in leaves(result))
+        self._settle()
+        return map_tree(receive, result)
+
+    def _buffered(self, x: torch.Tensor) -> torch.Tensor:
+        buffer = like_in_memory(x, self._pool.backend)
+        distinct(buffer).copy_(distinct(x))
+        return buffer
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Every device tensor that this break keeps."""
-        assert self.outputs is not None
-        kept = [*leaves([self._args, self._kwargs]), *self.outputs.buffers]
-        return [x for x in kept if isinstance(x, torch.Tensor) and not x.is_cpu]
+        return [x for x in leaves([self._args, self._kwargs, self.buffers]) if _on_device(x)]
 
     def replay(self) -> None:
-        """Runs the function and delivers what it returns to the boundary buffers."""
-        assert self.outputs is not None
-        self.outputs.deliver(self._run(), self.what)
+        """Runs the function and puts what it returns where the recording expects it. Raises
+        `GuardMiss` if it does not fit."""
+        news = leaves(self._run())
+        self._settle()
+        if len(news) != len(self._targets):
+            raise GuardMiss(f"{self.what} returned another structure")
+        for new, old in zip(news, self._targets, strict=True):
+            if isinstance(old, torch.Tensor):
+                self._deliver(new, old)
+            elif type(new) is not type(old) or repr(new) != repr(old):
+                raise GuardMiss(f"{self.what} returned {new!r}, in the recording {old!r}")
+
+    def _deliver(self, new: Any, old: torch.Tensor) -> None:
+        if not isinstance(new, torch.Tensor) or (new.device, new.dtype) != (old.device, old.dtype):
+            raise GuardMiss(f"{self.what} returned another kind of value")
+        if new.shape != old.shape:
+            shapes = f"shape {tuple(new.shape)}, in the recording {tuple(old.shape)}"
+            raise GuardMiss(f"{self.what} returned {shapes}")
+        address = self._pool.backend.address
+        if old.is_cpu:
+            if not torch.equal(bytes_of(new), bytes_of(old)):
+                raise GuardMiss(f"{self.what} brought other values to the host")
+        elif (address(new), new.stride()) != (address(old), old.stride()):
+            distinct(old).copy_(distinct(new) if new.stride() == old.stride() else new)
 
     def _run(self) -> Any:
         with self._ambient.restored() if self._ambient else contextlib.nullcontext():
             return self._function(*self._args, **self._kwargs)
 
+    def _settle(self) -> None:
+        """Waits for copies to pinned host memory, which return before they are done."""
+        if self.guarded:
+            backend = self._pool.backend
+            backend.synchronize(backend.current_stream(self._pool.device))
 
-class Observer(Protocol):
-    """Watches a recording op by op (record.py)."""
 
-    paused: bool
-
-    def adopt(self, result: Any) -> None:
-        """Told what a break returned."""
-
-    def own(self, buffers: list[torch.Tensor]) -> None:
-        """Told where the device tensors of that lie."""
+def _on_device(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not x.is_cpu
 
 
 class Recording:
@@ -245,110 +191,105 @@ class Recording:
         self, graph: BreakableGraph, weights: Collection[int] = (), arguments: Collection[int] = ()
     ) -> None:
         self.graph, self.weights, self.arguments = graph, weights, arguments
-        self.observer: Observer | None = None
         self.held = Held()
         self.effect: str | None = None
         """The first thing that a replay could not take back; no guard may follow it."""
-        self._undo: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._segment: Segment | None = None
+        self.known: set[int] = set(weights)
+        """Device addresses that need no second look: born in this recording, or noted as outside
+        it."""
+        self.made: dict[int, torch.UntypedStorage] = {}
+        """Memory of the host that this recording made, kept so that its addresses stay its own."""
+        self.paused = False
+        self._undo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._segment: Any = None
 
     def open(self) -> None:
         """Begins the next segment."""
         pool = self.graph.pool
-        segment = pool.backend.segment(pool.id)
-        self._segment = segment
+        self._segment = pool.backend.segment(pool.id)
         pool.backend.clear_workspaces()
-        segment.begin()
+        self._segment.begin()
 
     def close(self) -> None:
         """Ends the open segment and runs it for the first time."""
-        assert self._segment is not None
         self._segment.end()
         segment, self._segment = self._segment, None
         self.graph.pool.backend.clear_workspaces()
         self.graph.steps.append(segment)
         segment.replay()
 
-    def run_break(
-        self,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        *,
-        pure: bool,
-        ambient: Ambient | None = None,
-        kind: str = "automatic",
-    ) -> Any:
-        """Interrupts the recording, runs `function` for real and returns its result in buffers.
-        Raises `Refused` if a guard would have to undo what cannot be undone."""
+    @contextlib.contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Runs the body eagerly, between two segments: nothing inside is recorded or breaks."""
         self.close()
-        step = Break(function, args, kwargs, ambient)
-        with self.suspended():
-            outputs = step.first_run(self.graph.pool)
-        if outputs.guarded:
-            self.refuse_after_effect(step.what)
-            if not pure:
-                raise Refused(f"{step.what} returns host values: only a pure break may (pure=True)")
+        _thread.recording, self.paused = None, True
+        try:
+            yield
+        finally:
+            _thread.recording, self.paused = self, False
+        self.open()
+
+    def run_break(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, pure: bool, ambient: Any = None
+    ) -> Any:
+        """Runs `function` as a break and returns its result in buffers. An `ambient` makes it an
+        explicit one. Raises `Refused` if a guard would have to undo what cannot be undone."""
+        step = Break(function, args, kwargs, self.graph.pool, ambient)
+        with self.interrupted():
+            result = step.first_run()
+            if step.guarded:
+                self.refuse_after_effect(step.what)
+                if not pure:
+                    raise Refused(
+                        f"{step.what} returns host values: only a pure break may (pure=True)"
+                    )
         if not pure:
             self.effect = self.effect or f"the break {step.what} has run"
         self.graph.steps.append(step)
-        self.graph.breaks.append(BreakReport(_caller(), step.what, kind, outputs.guarded))
-        if self.observer is not None:
-            self.observer.adopt(outputs.handed_out)
-            self.observer.own(outputs.buffers)
-        self.open()
-        result, outputs.handed_out = outputs.handed_out, None
+        kind = "explicit" if ambient else "automatic"
+        self.graph.breaks.append(BreakReport(_caller(), step.what, kind, step.guarded))
+        self.adopt(result)
+        storage = self.graph.pool.backend.storage
+        self.known.update(storage(x).data_ptr() for x in step.buffers if x.numel())
         return result
+
+    def adopt(self, result: Any) -> None:
+        """Notes host tensors as made by this recording: constants."""
+        for x in leaves(result):
+            if isinstance(x, torch.Tensor) and x.is_cpu:
+                storage = x.untyped_storage()
+                self.made[storage.data_ptr()] = storage
 
     def note_effect(self, written: torch.Tensor, effect: str) -> None:
         """Recorded work is about to write a tensor from outside: its value is kept for `undo`."""
         self.effect = self.effect or effect
-        storage = self.graph.pool.backend.storage
-        if any(storage(x).data_ptr() == storage(written).data_ptr() for x, _ in self._undo):
-            return
-        self.close()
-        with self.suspended():
-            elements = storage(written).nbytes() // written.element_size()
-            whole = written.as_strided((elements,), (1,), 0)
-            self._undo.append((whole, whole.clone()))
-        self.open()
-
-    def undo(self) -> None:
-        """After a failure: writes outside the recording are taken back, for the eager rerun."""
-        for written, before in self._undo:
-            written.copy_(before)
+        storage = self.graph.pool.backend.storage(written)
+        if storage.data_ptr() not in self._undo:
+            with self.interrupted():
+                elements = storage.nbytes() // written.element_size()
+                whole = written.as_strided((elements,), (1,), 0)
+                self._undo[storage.data_ptr()] = whole, whole.clone()
 
     def refuse_after_effect(self, what: str) -> None:
         """Raises `Refused` if a guard on `what` would come after something irrevocable."""
         if self.effect is not None:
             raise Refused(f"{what} brings a value to the host after {self.effect}")
 
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """The body of a break: nothing is recorded and nothing inside may break again."""
-        _thread.recording = None
-        if self.observer is not None:
-            self.observer.paused = True
-        try:
-            yield
-        finally:
-            _thread.recording = self
-            if self.observer is not None:
-                self.observer.paused = False
-
     def abort(self) -> None:
-        """Ends a recording that failed and leaves the process usable."""
+        """Ends a recording that failed and leaves the process usable. Writes outside the recording
+        are taken back, for the eager rerun."""
         pool, segment = self.graph.pool, self._segment
         self._segment = None
         if segment is not None:
             try:
                 segment.end()
+                pool.bury([segment])
             except Exception:
                 pool.abandon(segment)
                 self.graph.steps = []
-                return
-            pool.bury([segment])
         self.graph.discard()
+        for written, before in self._undo.values():
+            written.copy_(before)
 
 
 _thread = threading.local()
@@ -383,51 +324,37 @@ def capture(
     >>> graph.segments, [b.kind for b in graph.breaks], y.tolist()
     (2, ['automatic'], [4.0, 4.0])
     """
-    from accel.record import OpRecorder  # record.py builds on this module
+    from accel.record import watched  # record.py builds on this module
 
-    pool = graph.pool
     recording = Recording(graph, weights, arguments)
-    with contextlib.ExitStack() as stack:
-        for context in (pool.recording(), torch.inference_mode(False), torch.no_grad()):
-            stack.enter_context(context)
-        stack.enter_context(pool.backend.hide_capturing())
-        stack.enter_context(_no_autocast_cache())
-        stack.enter_context(_no_garbage_collection())
-        outer, _thread.recording = current_recording(), recording
+    with graph.pool.recording(), _surroundings(graph.pool.backend, recording):
         try:
             recording.open()
-            with OpRecorder(recording) if automatic else contextlib.nullcontext():
+            with watched(recording) if automatic else contextlib.nullcontext():
                 yield recording
             recording.close()
         except BaseException:
             recording.abort()
-            recording.undo()
             raise
-        finally:
-            _thread.recording = outer
 
 
 @contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """A weight cast while recording would stay in the cache, in the graph's memory."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
+def _surroundings(backend: Backend, recording: Recording) -> Iterator[None]:
+    """How torch and Python are set while recording.
 
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection may destroy someone's graphs and events, and takes longer than the recording."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    A weight cast while recording would stay in autocast's cache, in the graph's memory. A garbage
+    collection may destroy someone's graphs and events, and takes longer than the recording.
+    """
+    with contextlib.ExitStack() as stack:
+        for context in torch.inference_mode(False), torch.no_grad(), backend.hide_capturing():
+            stack.enter_context(context)
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        stack.callback(gc.enable if gc.isenabled() else gc.disable)
+        gc.disable()
+        stack.callback(setattr, _thread, "recording", current_recording())
+        _thread.recording = recording
         yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @overload
@@ -455,21 +382,15 @@ def eager_on_graph(function: Callable[P, R] | None = None, /, *, pure: bool = Fa
     (20.0, 2)
     """
     if function is None:
-        return functools.partial(_breaking, pure=pure)
-    return _breaking(function, pure=pure)
+        return functools.partial(eager_on_graph, pure=pure)
 
-
-def _breaking(function: Callable[P, R], *, pure: bool) -> Callable[P, R]:
     @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run(*args: P.args, **kwargs: P.kwargs) -> Any:
         recording = current_recording()
         if recording is None:
             return function(*args, **kwargs)
         ambient = Ambient(recording.graph.pool.device.type)
-        result: R = recording.run_break(
-            function, args, kwargs, pure=pure, ambient=ambient, kind="explicit"
-        )
-        return result
+        return recording.run_break(function, args, kwargs, pure, ambient)
 
     return run
 
@@ -491,11 +412,8 @@ def break_graph() -> None:
 
 def _caller() -> str:
     """The source line of the model that led to a break: the nearest frame outside torch and us."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
+    for frame, line in traceback.walk_stack(None):
         module = frame.f_globals.get("__name__", "")
         if not module.startswith(("torch.", "accel.graph", "accel.record", "contextlib")):
-            path = frame.f_code.co_filename.split("/site-packages/")[-1]
-            return f"{path}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{frame.f_code.co_filename.split('/site-packages/')[-1]}:{line}"
     return "unknown"

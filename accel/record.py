@@ -8,15 +8,16 @@ tensors come from; what a break or a segment is, it leaves to graph.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel.graph import Recording, Refused
+from accel.graph import Recording, Refused, current_recording
 from accel.signature import leaves, map_tree
 
 aten = torch.ops.aten
@@ -27,20 +28,12 @@ _UNRECORDABLE_TAGS = {
     torch.Tag.cudagraph_unsafe,
 }
 _UNRECORDABLE = {
-    # Tags miss these: they wait for the device, or the shape of their result depends on values.
-    aten._local_scalar_dense.default,
-    aten.equal.default,
-    aten.bincount.default,
-    aten.repeat_interleave.Tensor,
     aten._linalg_check_errors.default,
-    aten._unique2.default,
-    aten.unique_dim.default,
-    aten.unique_consecutive.default,
-    aten.masked_select.default,
-    aten.nonzero.default,
-    aten.linalg_eig.default,
+    aten.bincount.default,
     aten.histogram.bin_ct,
+    aten.linalg_eig.default,
 }
+"""Tags miss these: they wait for the device, or the shape of their result depends on values."""
 _INDEXING = {
     aten.index.Tensor,
     aten._unsafe_index.Tensor,
@@ -53,9 +46,6 @@ _COPIES = {aten._to_copy.default, aten.copy_.default, aten.copy.default}
 _RUNNING_STATISTICS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default}
 """Their schemas hide that they write arguments 3 and 4 where argument 5, `training`, is true."""
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}
-
-learned: set[Any] = set()
-"""Ops that a recording failed on: from the next recording on they are breaks."""
 
 
 class Rule(NamedTuple):
@@ -84,13 +74,12 @@ def _to_host(args: Any, kwargs: Any) -> bool:
     return (device is not None and device.type == "cpu") or (len(args) > 1 and args[0].is_cpu)
 
 
+@functools.cache
 def _rule_for(func: Any) -> Rule:
     if not isinstance(func, torch._ops.OpOverload):
         return Rule(plain=True)
     unrecordable = None
-    if func in learned:
-        unrecordable = _always
-    elif func in _INDEXING:  # tagged as if every index were a mask
+    if func in _INDEXING:  # tagged as if every index were a mask
         unrecordable = _with_mask
     elif func in _COPIES:
         unrecordable = _to_host
@@ -117,32 +106,32 @@ def _is_composite(func: torch._ops.OpOverload) -> bool:
     )
 
 
-_rules: dict[Any, Rule] = {}
+@contextlib.contextmanager
+def watched(recording: Recording) -> Iterator[None]:
+    """Sees every op of a recording, and host data on its way to the device."""
+    with _visible_host_data(), OpRecorder(recording):
+        yield
 
 
 class OpRecorder(TorchDispatchMode):
-    """Sees every op of a recording; open it around the forward, inside `capture`.
+    """Sees every op of a recording but those on lists of numbers (`watched` shows these too).
 
-    `known` holds device addresses that need no second look: born in this recording, or noted as
-    outside it. Values on the host are constants if this recording made them from Python values,
-    from the call's keyed arguments or from guarded reads.
+    Values on the host are constants if this recording made them from Python values, from the call's
+    keyed arguments or from guarded reads.
     """
 
     supports_higher_order_operators = True
-    paused = False
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        pool = recording.graph.pool
-        self.recording = recording
-        self._pool, self._backend = pool, pool.backend
-        self._address, self._plain = pool.backend.address, set(pool.backend.tensor_types)
-        self._known: set[int] = set(recording.weights)
+        self._recording, self._graph, self._known = recording, recording.graph, recording.known
+        self._pool, self._backend = self._graph.pool, self._graph.pool.backend
+        self._address, self._plain = self._backend.address, set(self._backend.tensor_types)
         self._outside: dict[int, str] = {}
-        self._made: dict[int, torch.UntypedStorage] = {}
-        self._host_data = _HostData(self)
-        self.operations = 0
-        recording.observer = self
+        self._rules = {
+            func: _rule_for(func)._replace(plain=False, unrecordable=_always)
+            for func in self._pool.unrecordable
+        }
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -151,48 +140,33 @@ class OpRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Else torch wraps the handler below, which costs microseconds an op.
+        """Else torch wraps the handler below, which costs microseconds an op."""
         return False
-
-    def __enter__(self) -> OpRecorder:
-        self._host_data.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._host_data.__exit__(*error)
-        self.recording.graph.operations = self.operations
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
+        if self._recording.paused:
             return func(*args, **kwargs)
         if types and not self._plain.issuperset(types):
             return NotImplemented
-        rule = _rules.get(func)
+        rule = self._rules.get(func)
         if rule is None:
-            rule = _rules[func] = _rule_for(func)
+            rule = self._rules[func] = _rule_for(func)
         if rule.composite:
             with self:
                 return func.decompose(*args, **kwargs)
         if rule.lifts:  # how torch.tensor(data) announces what it built
-            self.adopt(args[0])
-        self.operations += 1
+            self._recording.adopt(args[0])
+        self._graph.operations += 1
         device, host = self._look_at(args)
         if kwargs:
             in_device, in_host = self._look_at(kwargs.values())
             device, host = device or in_device, host or in_host
-        if not rule.plain or host:
+        if host or not rule.plain:
             return self._run_with_care(func, rule, args, kwargs, device, host)
-        out = self._run(func, args, kwargs)
-        if device and type(out) is torch.Tensor:
-            self._known.add(self._address(out))
-        else:
-            self._note_results(out, rule)
-        return out
+        return self._run(func, rule, args, kwargs)
 
     def _look_at(self, args: Iterable[Any]) -> tuple[bool, bool]:
         """Whether there are device tensors and host tensors among `args`; notes new ones."""
@@ -212,169 +186,118 @@ class OpRecorder(TorchDispatchMode):
 
     def _is_host(self, x: torch.Tensor) -> bool:
         """Notes a tensor that was not met before; True if it lies on the host."""
-        if x.is_cpu:
-            self._meet_host(x)
-            return True
-        if x.device != self._pool.device:
+        if not x.is_cpu and x.device != self._pool.device:
             raise Refused(f"the forward uses {x.device} beside {self._pool.device}")
-        if x.numel():
-            self._meet(x)
-            self._known.add(self._address(x))
-        return False
-
-    def _meet(self, x: torch.Tensor) -> None:
-        storage = self._backend.storage(x)
+        recording, storage = self._recording, self._backend.storage(x)
         base = storage.data_ptr()
-        if base in self._outside or base in self._known:
-            return
-        if base in self.recording.arguments:
-            self._outside[base] = "an argument"
-        elif base not in self._backend.live_blocks(self._pool.id):
-            self._outside[base] = "a tensor that outlives the call"
-            self.recording.held.hold(storage)
+        if x.is_cpu:
+            if base not in recording.made and base not in recording.arguments and x.numel():
+                recording.held.hold_host(x)
+        elif x.numel():
+            if base in recording.arguments:
+                self._outside[base] = "an argument"
+            elif not (base in self._known or base in self._outside or self._is_born(base)):
+                self._outside[base] = "a tensor that outlives the call"
+                recording.held.hold(storage)
+            self._known.add(self._address(x))
+        return x.is_cpu
 
-    def _meet_host(self, x: torch.Tensor) -> None:
-        base = x.untyped_storage().data_ptr()
-        if base not in self._made and base not in self.recording.arguments and x.numel():
-            self.recording.held.hold_host(x)
+    def _is_born(self, base: int) -> bool:
+        return base in self._backend.live_blocks(self._pool.id)
 
-    def adopt(self, result: Any) -> None:
-        """Notes host tensors as made by this recording: constants, kept so that their addresses
-        stay theirs."""
-        for x in leaves(result):
-            if isinstance(x, torch.Tensor) and x.is_cpu:
-                storage = x.untyped_storage()
-                self._made[storage.data_ptr()] = storage
-
-    def own(self, buffers: list[torch.Tensor]) -> None:
-        """Notes a break's boundary buffers as the recording's: writing one is no effect."""
-        self._known.update(self._backend.storage(x).data_ptr() for x in buffers if x.numel())
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, rule: Rule, args: Any, kwargs: Any) -> Any:
+        """Records an op and notes what it makes."""
         try:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
         except RuntimeError as error:
             if "captur" in str(error):
-                learned.add(func)
-                _rules.pop(func, None)
+                self._pool.unrecordable.add(func)
             raise
-
-    def _note_results(self, out: Any, rule: Rule) -> None:
         for x in out if isinstance(out, (tuple, list)) else (out,):
-            if not isinstance(x, torch.Tensor):
-                continue
-            if not x.is_cpu:
-                self._known.add(self._address(x))
-            elif rule.random:
-                raise Refused("the forward draws random numbers on the host")
-            else:
-                self.adopt(x)
+            if isinstance(x, torch.Tensor):
+                if not x.is_cpu:
+                    self._known.add(self._address(x))
+                elif rule.random:
+                    raise Refused("the forward draws random numbers on the host")
+                else:
+                    self._recording.adopt(x)
+        return out
 
     def _run_with_care(
         self, func: Any, rule: Rule, args: Any, kwargs: Any, device: bool, host: bool
     ) -> Any:
+        """Host data on its way to the device is uploaded beside the recording, once. A copy that
+        the model may change is made from it in the recording."""
         self._note_writes(func, rule, args, kwargs)
         if device and rule.unrecordable is not None and rule.unrecordable(args, kwargs):
-            return self.recording.run_break(func, args, kwargs, pure=True)
+            return self._recording.run_break(func, args, kwargs, pure=True)
         if kwargs.get("generator") is not None:
             raise Refused(f"{func} draws from a generator of its own")
-        if host and func in _COPIES:
-            return self._copy_in(func, rule, args, kwargs, device)
-        if host and device:
-            args, kwargs = map_tree(self._uploaded, args), map_tree(self._uploaded, kwargs)
-        out = self._run(func, args, kwargs)
-        self._note_results(out, rule)
-        return out
-
-    def _copy_in(self, func: Any, rule: Rule, args: Any, kwargs: Any, device: bool) -> Any:
-        """Host data on its way to the device: uploaded beside the recording, once, and copied in
-        the recording, so that the model may change its copy."""
         target = kwargs.get("device")
-        if device:
-            args = (args[0], self._constant(args[1].to, self._pool.device), *args[2:])
-        elif target is not None and target.type != "cpu":
+        if host and device:
+            args, kwargs = map_tree(lambda x: self._uploaded(func, x), (args, kwargs))
+        elif host and func in _COPIES and target is not None and target.type != "cpu":
             func, args, kwargs = aten.clone.default, (self._constant(func, *args, **kwargs),), {}
-        out = self._run(func, args, kwargs)
-        self._note_results(out, rule)
-        return out
+        return self._run(func, rule, args, kwargs)
 
-    def _uploaded(self, x: Any) -> Any:
-        """Host indices among device tensors: an op would copy them itself. Host tensors of no
-        dimension are left alone: they are read when the op is launched."""
-        if not isinstance(x, torch.Tensor) or not x.is_cpu or x.dim() == 0:
+    def _uploaded(self, func: Any, x: Any) -> Any:
+        """Host tensors among device tensors: an op would copy them itself. Those of no dimension
+        are left alone, but in a copy: they are read when the op is launched."""
+        if (
+            not isinstance(x, torch.Tensor)
+            or not x.is_cpu
+            or (x.dim() == 0 and func not in _COPIES)
+        ):
             return x
         return self._constant(x.to, self._pool.device)
 
     def _constant(self, upload: Callable[..., torch.Tensor], *args: Any, **kw: Any) -> torch.Tensor:
         with self._pool.upload():
             constant = upload(*args, **kw)
-        self.recording.graph.held.append(constant)
+        self._graph.held.append(constant)
         return constant
 
     def _note_writes(self, func: Any, rule: Rule, args: Any, kwargs: Any) -> None:
         writes = rule.writes if func not in _RUNNING_STATISTICS or args[5] else ()
         for place in writes:
-            written = kwargs.get(place) if isinstance(place, str) else _at(args, place)
+            written = kwargs.get(place) if isinstance(place, str) else args[place : place + 1]
             for x in leaves(written):
                 if isinstance(x, torch.Tensor) and x.numel():
                     self._note_write(func, x)
 
     def _note_write(self, func: Any, x: torch.Tensor) -> None:
+        base = self._backend.storage(x).data_ptr()
         if x.is_cpu:
-            if x.untyped_storage().data_ptr() not in self._made:
+            if base not in self._recording.made:
                 raise Refused(f"{func} writes a host tensor that outlives the call")
             return
-        base = self._backend.storage(x).data_ptr()
-        outside = "a weight" if base in self.recording.weights else self._outside.get(base)
+        outside = "a weight" if base in self._recording.weights else self._outside.get(base)
         if outside == "an argument":
             raise Refused(f"{func} changes an argument in place")
         if outside is not None:
-            self.recording.note_effect(x, f"{func} has written {outside}")
+            self._recording.note_effect(x, f"{func} has written {outside}")
 
 
-def _at(args: Any, position: int) -> Any:
-    return args[position] if position < len(args) else None
+_alone = threading.RLock()
 
 
-class _HostData:
+@contextlib.contextmanager
+def _visible_host_data() -> Iterator[None]:
     """Makes visible what no dispatch mode sees: `torch.tensor(data, device=...)`, which becomes
     building on the host and a copy, and lists as indices.
 
-    Stands in for those functions while any thread records, and does as they do in threads that do
-    not. (A `TorchFunctionMode` would see them too, and each `x.shape`: 2 µs an access.)
+    Functions of torch have stand-ins for as long as a thread records, one thread at a time; in the
+    others these do as the originals. (A `TorchFunctionMode` would see the calls too, and each
+    `x.shape`: 2 µs an access.)
     """
-
-    _lock = threading.Lock()
-    _open = 0
-    _here = threading.local()
-
-    def __init__(self, recorder: OpRecorder) -> None:
-        self._recorder = recorder
-
-    def __enter__(self) -> None:
-        with _HostData._lock:
-            _HostData._open += 1
-            if _HostData._open == 1:
-                for owner, name, stand_in in _stand_ins:
-                    setattr(owner, name, stand_in)
-        self._outer, _HostData._here.recorder = _HostData.recorder(), self._recorder
-
-    def __exit__(self, *error: Any) -> None:
-        _HostData._here.recorder = self._outer
-        with _HostData._lock:
-            _HostData._open -= 1
-            if _HostData._open == 0:
-                for (owner, name, _), original in zip(_stand_ins, _originals, strict=True):
-                    if original is None:
-                        delattr(owner, name)
-                    else:
-                        setattr(owner, name, original)
-
-    @classmethod
-    def recorder(cls) -> OpRecorder | None:
-        """The recorder of the calling thread, None if it does not record just now."""
-        found: OpRecorder | None = getattr(cls._here, "recorder", None)
-        return None if found is None or found.paused else found
+    with _alone, contextlib.ExitStack() as stack:
+        for owner, name, stand_in in _STAND_INS:
+            if name in vars(owner):
+                stack.callback(setattr, owner, name, vars(owner)[name])
+            else:
+                stack.callback(delattr, owner, name)
+            setattr(owner, name, stand_in)
+        yield
 
 
 def _from_data(original: Any) -> Any:
@@ -382,35 +305,39 @@ def _from_data(original: Any) -> Any:
 
     @functools.wraps(original)
     def build(data: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder, device = _HostData.recorder(), kwargs.get("device")
+        recording, device = current_recording(), kwargs.get("device")
         if device is None:
             device = torch.get_default_device()
-        if recorder is None or torch.device(device).type == "cpu" or isinstance(data, torch.Tensor):
+        if (
+            recording is None
+            or isinstance(data, torch.Tensor)
+            or torch.device(device).type == "cpu"
+        ):
             return original(data, *args, **kwargs)
         host = original(data, *args, **{**kwargs, "device": "cpu"})
         if isinstance(data, (list, tuple, int, float, complex)):
-            recorder.adopt(host)
+            recording.adopt(host)
         return host.to(device)
 
     return build
 
 
 def _new_tensor(self: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
-    if _HostData.recorder() is None:
+    if current_recording() is None:
         return torch._C.TensorBase.new_tensor(self, data, **kwargs)
     return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **kwargs})
 
 
-def _getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
-    if not self.is_cpu and _HostData.recorder() is not None:
-        index = _on_device(index, self.device)
-    return torch._C.TensorBase.__getitem__(self, index)
+def _indexed(original: Any) -> Any:
+    """`__getitem__` or `__setitem__` with lists of numbers made tensors where that can be seen."""
 
+    @functools.wraps(original)
+    def item(self: torch.Tensor, index: Any, *value: Any) -> Any:
+        if not self.is_cpu and current_recording() is not None:
+            index = _on_device(index, self.device)
+        return original(self, index, *value)
 
-def _setitem(self: torch.Tensor, index: Any, value: Any) -> None:
-    if not self.is_cpu and _HostData.recorder() is not None:
-        index = _on_device(index, self.device)
-    torch._C.TensorBase.__setitem__(self, index, value)
+    return item
 
 
 def _on_device(index: Any, device: torch.device) -> Any:
@@ -421,12 +348,11 @@ def _on_device(index: Any, device: torch.device) -> Any:
     return index
 
 
-_stand_ins: list[tuple[Any, str, Any]] = [
+_STAND_INS: list[tuple[Any, str, Any]] = [
     (torch, "tensor", _from_data(torch.tensor)),
     (torch, "as_tensor", _from_data(torch.as_tensor)),
     (torch, "asarray", _from_data(torch.asarray)),
     (torch.Tensor, "new_tensor", _new_tensor),
-    (torch.Tensor, "__getitem__", _getitem),
-    (torch.Tensor, "__setitem__", _setitem),
+    (torch.Tensor, "__getitem__", _indexed(torch._C.TensorBase.__getitem__)),
+    (torch.Tensor, "__setitem__", _indexed(torch._C.TensorBase.__setitem__)),
 ]
-_originals = [vars(owner).get(name) for owner, name, _ in _stand_ins]

@@ -84,7 +84,7 @@ class Recorded:
             self._results = Results(result, self._static, recording)
             self._refuse_leaks(live)
         except (Refused, Uncapturable):
-            recording.undo()
+            recording.abort()
             self.discard()
             raise
         self.held = recording.held
@@ -135,7 +135,7 @@ class Recorded:
         holders = Counter(
             storage(x).data_ptr() for x in {id(x): x for b in breaks for x in b.tensors}.values()
         )
-        for buffer in (x for b in breaks if b.outputs for x in b.outputs.buffers):
+        for buffer in (x for b in breaks for x in b.buffers):
             held = storage(buffer)
             handle = 1  # `held` itself
             if torch._C._storage_Use_Count(held._cdata) > holders[held.data_ptr()] + handle:

@@ -18,7 +18,6 @@ from torch import nn
 from accel.graph import GuardMiss, Refused
 from accel.guard import Ambient, WeightGuard
 from accel.memory import Pool
-from accel.record import learned
 from accel.recorded import Recorded
 from accel.reporting import PartReport
 from accel.signature import Signature, Uncapturable, argument_name, signature
@@ -347,7 +346,7 @@ class GraphRunner:
             entry.barred, entry.barred_for = BARRED_CALLS, reason
         result = self._eager(reason, call)
         # An op that could not be recorded is a break from now on: once more, then.
-        again = entry.barred > 0 and bool(learned) and not entry.retried
+        again = entry.barred > 0 and bool(self.pool.unrecordable) and not entry.retried
         entry.retried = True
         if again:
             entry.barred = 0

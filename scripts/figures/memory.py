@@ -113,8 +113,8 @@ def _legend(canvas: Canvas, y: float) -> None:
 
 
 def _owners(canvas: Canvas, variant: Recorded) -> None:
-    outputs = [s.outputs for s in variant.graph.steps if isinstance(s, Break) and s.outputs]
-    buffers = sum(x.nbytes for out in outputs for x in out.buffers)
+    breaks = [step for step in variant.graph.steps if isinstance(step, Break)]
+    buffers = sum(x.nbytes for step in breaks for x in step.buffers)
     inputs = sum(x.nbytes for x in variant._static.tensors)
     canvas.text(586, 24, "Outside the pool", size=13, bold=True)
     owned = (

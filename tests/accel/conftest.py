@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from accel import record
 from accel.backend import Backend
 from accel.memory import Pool
 from accel.runner import GraphRunner
@@ -19,15 +18,6 @@ from tests.accel.twin import Twin
 def _one_thread() -> None:
     """Tiny tensors on few cores: more threads only make them slower."""
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_learned() -> Iterator[None]:
-    """Ops that one test made fail in a recording are no breaks in the next."""
-    yield
-    for op in record.learned:
-        record._rules.pop(op, None)
-    record.learned.clear()
 
 
 @pytest.fixture
