@@ -50,7 +50,7 @@ class Options:
 
 
 class Part:
-    """A module's `method`, patched. `around` is run before and after each of its calls.
+    """A module's `method`, patched. `after` is run after each of its calls.
 
     >>> layer = nn.Linear(2, 2)
     >>> part = Part("layer", layer, "forward", Options())
@@ -67,10 +67,10 @@ class Part:
         module: nn.Module,
         method: str,
         options: Options,
-        around: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
     ) -> None:
         self.name, self.module, self.options = name, module, options
-        self._method, self._around = method, around
+        self._method, self._after = method, after
         self.report = PartReport(name, type(module).__name__)
         self._probe = StateProbe(module)
         self._runner: GraphRunner | None = None
@@ -112,13 +112,13 @@ class Part:
         if self._skips_cache and "use_cache" not in kwargs:
             # A cache that nobody reads costs an upload a layer, and comes back as an opaque object.
             kwargs["use_cache"] = False
-        self._around()
         runner = self._runner_for(original)
         if runner is None:
             self.report.eager("the module is not on a CUDA device")
-            return original(*args, **kwargs)
-        result = runner(*args, **kwargs)
-        self._around()
+            result = original(*args, **kwargs)
+        else:
+            result = runner(*args, **kwargs)
+        self._after()  # while the device works
         return result
 
     def _runner_for(self, original: Callable[..., Any]) -> GraphRunner | None:

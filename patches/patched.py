@@ -64,7 +64,7 @@ class Patched:
         return known
 
     def look_around(self) -> None:
-        """Run around each part's call: a component assigned since is patched, a patch that went
+        """Run after each part's call: a component assigned since is patched, a patch that went
         away with someone's hook is put on again, and that nothing gains is said once."""
         obj = self._obj()
         for name, module in self._components.items():
