@@ -120,7 +120,7 @@ def _unet(side: int) -> UNet2DConditionModel:
 
 
 def _vae() -> AutoencoderTiny:
-    """An autoencoder without normalisation: group norm takes away what a flat colour consists of.
+    """An autoencoder without normalisation.
 
     It starts as "every eighth pixel, repeated": identity kernels and residual branches near zero.
     """
