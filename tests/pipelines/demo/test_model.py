@@ -95,15 +95,14 @@ def test_the_weights_are_safetensors_and_fit_into_12_megabytes() -> None:
     assert {path.suffix for path in files} <= {".json", ".safetensors"}
 
 
-def test_one_picture_takes_less_than_three_seconds_on_two_cores() -> None:
+def test_one_picture_takes_less_than_three_seconds_even_on_one_core() -> None:
     pipe = load_demo()
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     try:
         pipe("a red circle", num_inference_steps=1)
-        begin = time.process_time()
+        begin = time.process_time()  # processor time: a busy machine does not count
         pipe("a red circle", num_inference_steps=DEFAULT_STEPS, guidance_scale=DEFAULT_GUIDANCE)
-        # Processor time of two threads: a busy machine does not count.
-        assert time.process_time() - begin < 6
+        assert time.process_time() - begin < 3
     finally:
         torch.set_num_threads(threads)
