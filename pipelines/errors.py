@@ -24,7 +24,14 @@ class BadInput(AccelError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, or its type's name where it has none."""
+    """The first line of an exception's text, or its type's name where it has none; of an error of
+    the system what it says, without number and path.
+
+    >>> first_line(FileNotFoundError(2, "No such file or directory", "a.txt"))
+    'No such file or directory'
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
@@ -44,7 +51,9 @@ def explained(error: Exception) -> AccelError:
             "or free the memory of the graphs with --mode off"
         )
     if isinstance(error, ValueError) and _raised_by_a_pipeline(error.__traceback__):
-        return BadInput(f"the model cannot take this: {' '.join(str(error).split())}")
+        said = " ".join(str(error).split())
+        option = "; --size sets them" if "height" in said and "width" in said else ""
+        return BadInput(f"the model cannot take this: {said.rstrip('.')}{option}")
     return AccelError(f"{type(error).__name__}: {first_line(error)} (--debug shows the traceback)")
 
 

@@ -7,18 +7,16 @@ settings, whatever else was asked for in the same run and whatever GPU made it f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from accel.pipelines.console import OnStep
 from accel.pipelines.errors import AccelError, BadInput
 from accel.pipelines.settings import Settings
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
-
-OnStep = Callable[[int], None]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.pipelines.errors import AccelError, BadInput, explained, first_line, is_out_of_memory
-from accel.pipelines.models import Model, Trust, file_fingerprint
+from accel.pipelines.models import Model, Trust, file_fingerprint, is_hub_id
 from accel.pipelines.settings import Lora
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ class Placement:
 def placement(device: str = "auto", dtype: str = "auto") -> Placement:
     """Device and dtype from what the person wrote. `auto` is CUDA where there is one, else the CPU;
     bfloat16 on CUDA (float16 where the GPU has none), float32 on the CPU."""
+    if dtype not in DTYPES:  # before torch is loaded
+        raise BadInput(f"--dtype {dtype}: choose from {', '.join(DTYPES)}")
     import torch
 
-    if dtype not in DTYPES:
-        raise BadInput(f"--dtype {dtype}: choose from {', '.join(DTYPES)}")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = _device(device)
@@ -149,7 +149,8 @@ def _load_modular(model: Model, where: Placement, trust: Trust) -> Any:
 
 
 def identified(loras: Sequence[Lora]) -> tuple[Lora, ...]:
-    """The LoRAs with the fingerprints of those that are files; a missing file is refused."""
+    """The LoRAs with the fingerprints of those that are files. Raises `BadInput` for one that is
+    neither on disk nor named like something on the hub."""
     return tuple(_identified(lora) for lora in loras)
 
 
@@ -157,7 +158,7 @@ def _identified(lora: Lora) -> Lora:
     path = Path(lora.path).expanduser()
     if path.is_file():
         return replace(lora, fingerprint=file_fingerprint(path))
-    if path.suffix == ".safetensors":
+    if not path.exists() and (path.suffix == ".safetensors" or not is_hub_id(lora.path)):
         raise BadInput(f"--lora {lora.path}: no such file")
     return lora
 
@@ -177,7 +178,10 @@ def activate(pipe: Any, loras: Sequence[Lora], trust: Trust | None = None) -> No
         except Exception as error:
             if is_out_of_memory(error):
                 raise explained(error) from error
-            raise BadInput(f"--lora {lora.path} cannot be loaded: {first_line(error)}") from error
+            where = " from the hub" if is_hub_id(lora.path) else ""
+            raise BadInput(
+                f"--lora {lora.path} cannot be loaded{where}: {first_line(error)}"
+            ) from error
     if not set(names) <= {n for ns in pipe.get_list_adapters().values() for n in ns}:
         raise BadInput("--lora: its layers do not belong to this model, nothing would change")
     pipe.set_adapters(names, [lora.scale for lora in loras])

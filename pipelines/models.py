@@ -86,10 +86,10 @@ def resolve(name: str, trust: Trust | None = None) -> Model:
     """The model that `name` stands for. Raises `BadInput` in one line if there is none, if the
     folder is no pipeline, or if it needs what `trust` (default: nothing) does not allow.
 
-    >>> resolve("./no/such/folder")
+    >>> resolve("./no/such/folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    accel.pipelines.errors.BadInput: no such model folder: ./no/such/folder
+    accel.pipelines.errors.BadInput: no such model folder: ./no/such/folder (a model is ...
     """
     trust = trust or Trust()
     model = Model(name, _folder_of(name, trust))
@@ -117,7 +117,9 @@ def _folder_of(name: str, trust: Trust) -> Path:
         return _demo_folder()
     if is_hub_id(name):
         return _hub_folder(name, trust)
-    raise BadInput(f"no such model folder: {name}")
+    raise BadInput(
+        f"no such model folder: {name} (a model is demo, a folder or a hub id, owner/name)"
+    )
 
 
 def _demo_folder() -> Path:

@@ -83,7 +83,9 @@ def _check(pattern: str) -> None:
         known = ", ".join(f"{{{name}}}" for name in FIELDS)
         raise BadInput(f"--output {pattern}: no {{{unknown[0]}}} here; a pattern may hold {known}")
     if not pattern.lower().endswith(".png"):
-        raise BadInput(f"--output {pattern}: pictures are PNG files, name it .png")
+        raise BadInput(
+            f"--output {pattern}: pictures are PNG files, name it .png, or a folder: folder/"
+        )
 
 
 def _filled(pattern: str, index: int, settings: Settings) -> str:

@@ -44,9 +44,9 @@ def load_model(
     arguments that the pipeline does not take."""
     if not is_hub_id(settings.model):
         resolve(settings.model, trust)  # a typing mistake is answered before torch is loaded
+    loras = loading.identified(settings.loras)
     where = loading.placement(device, settings.dtype)
     model = resolve(settings.model, trust)
-    loras = loading.identified(settings.loras)
     if quiet:
         loading.quiet()
     pipe = loading.load(model, where, trust=trust, loras=loras)
@@ -73,12 +73,15 @@ def obtain(
 
     if name not in zoo.names():
         raise BadInput(f"no such model folder: {name}; the zoo has {', '.join(zoo.names())}")
-    return _from_zoo(settings, wishes, device, quiet=quiet)
+    return _from_zoo(settings, wishes, device, trust=trust, quiet=quiet)
 
 
-def _from_zoo(settings: Settings, wishes: dict[str, Any], device: str, *, quiet: bool) -> Subject:
+def _from_zoo(
+    settings: Settings, wishes: dict[str, Any], device: str, *, trust: Trust | None, quiet: bool
+) -> Subject:
     from accel.pipelines import zoo
 
+    loras = loading.identified(wishes.get("loras") or ())
     where = loading.placement(device, wishes.get("dtype") or "auto")
     if where.device.type == "cuda" and wishes.get("dtype") in (None, "auto"):
         where = replace(where, dtype=zoo.dtype(settings.model))
@@ -89,8 +92,10 @@ def _from_zoo(settings: Settings, wishes: dict[str, Any], device: str, *, quiet:
     except Exception as error:
         raise explained(error) from error
     loading.hide_progress(pipe)
-    loading.activate(pipe, wishes.get("loras") or ())
-    settings = _named(pipe, settings, zoo.defaults(settings.model)).changed(**wishes)
+    loading.activate(pipe, loras, trust)
+    settings = _named(pipe, settings, zoo.defaults(settings.model)).changed(
+        **wishes | {"loras": loras}
+    )
     call_arguments(pipe, settings)
     return Subject(pipe, completed(pipe, replace(settings, dtype=where.dtype_name)), where)
 

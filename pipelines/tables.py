@@ -14,7 +14,7 @@ from accel.pipelines.plotting import title
 
 def print_bench(result: dict[str, Any]) -> None:
     """Draws what `benchmark.bench` returned."""
-    table = Table("", "eager", "patched", title=title(result))
+    table = Table("", "eager", "patched")
     eager, patched = result["eager"], result["patched"]
     table.add_row("median picture", f"{eager['median_s']:.3f} s", f"{patched['median_s']:.3f} s")
     table.add_row("step", _ms(eager["step_ms"]), _ms(patched["step_ms"]))
@@ -23,6 +23,7 @@ def print_bench(result: dict[str, Any]) -> None:
     table.add_row("peak memory", _gib(eager["peak_bytes"]), _gib(patched["peak_bytes"]))
     table.add_row("reserved memory", _gib(eager["reserved_bytes"]), _gib(patched["reserved_bytes"]))
     console = _console()
+    _say(console, title(result))  # a title of the table's would be broken at its width
     console.print(table)
     _say(console, f"eager / patched: {result['ratio']:.2f}")
     _say(console, _equality(result))

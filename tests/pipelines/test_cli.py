@@ -54,6 +54,7 @@ def test_a_wrong_command_line_is_one_line(
 def test_help_and_mistakes_are_answered_without_loading_torch() -> None:
     lines = [["--help"], ["generate", "--help"], ["generate", "x", "--model", "./nowhere"]]
     lines += [["generate", "x", "--wrong"], ["generate"], ["bench", "x", "--size", "y"]]
+    lines += [["generate", "x", "--dtype", "int8"], ["generate", "x", "--lora", "nowhere"]]
     script = (
         "import json, sys\n"
         "from accel.pipelines.cli import main\n"
@@ -68,7 +69,7 @@ def test_help_and_mistakes_are_answered_without_loading_torch() -> None:
         check=True,
         timeout=120,
     )
-    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 0, 2, 2, 2, 2], []]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 0, 2, 2, 2, 2, 2, 2], []]
 
 
 def test_the_installed_command_ends_with_the_exit_code() -> None:
@@ -80,4 +81,7 @@ def test_the_installed_command_ends_with_the_exit_code() -> None:
         timeout=120,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "accel: no such model folder: ./nowhere\n"
+    assert done.stderr == (
+        "accel: no such model folder: ./nowhere (a model is demo, a folder or a hub id, "
+        "owner/name)\n"
+    )

@@ -112,7 +112,7 @@ BAD = {
     "one path": (["--number", "2", "-o", "x.png"], "put {index} into the name"),
     "unwritable": (["--output", "file/x.png"], "cannot write in "),
     "wrong size": (["--size", "64by64"], "a size is 512 or 768x512"),
-    "indivisible": (["--size", "63"], "have to be divisible by 8 but are 63 and 63"),
+    "indivisible": (["--size", "63"], "divisible by 8 but are 63 and 63; --size sets them"),
     "no step": (["--steps", "0"], "greater than or equal to 1"),
     "no such dtype": (["--dtype", "int3"], "choose from auto, float32"),
     "no such device": (["--device", "abacus"], "--device abacus: no such device"),
@@ -121,6 +121,7 @@ BAD = {
     "no such option": (["--warp"], "No such option"),
     "no such argument": (["--set", "warp=9"], "StableDiffusionPipeline takes no warp"),
     "no lora": (["--lora", "missing.safetensors:0.5"], "--lora missing.safetensors: no such file"),
+    "no lora folder": (["--lora", "missing:0.5"], "--lora missing: no such file"),
     "no source": (["--from", "missing.png"], "no picture can be read there"),
 }
 

@@ -18,7 +18,7 @@ def test_a_saved_pipeline_is_a_model(saved: Folder) -> None:
 
 @pytest.mark.parametrize("name", ["nowhere", "./nowhere/at/all", "a/b/c", "/nowhere"])
 def test_a_missing_folder_is_named(name: str) -> None:
-    with pytest.raises(BadInput, match=f"^no such model folder: {name}$"):
+    with pytest.raises(BadInput, match=rf"^no such model folder: {name} \(a model is demo, "):
         resolve(name)
 
 

@@ -31,7 +31,7 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
         read_prompts([], str(tmp_path / "empty"))
     with pytest.raises(BadInput, match="cannot be read"):
         read_prompts([], str(tmp_path / "binary"))
-    with pytest.raises(BadInput, match="cannot be read"):
+    with pytest.raises(BadInput, match=r"missing: cannot be read: No such file or directory$"):
         read_prompts([], str(tmp_path / "missing"))
 
 

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from accel.pipelines import subjects, tiny, zoo
+from accel.pipelines.errors import BadInput
 from accel.pipelines.loading import placement
+from accel.pipelines.models import Trust
+from accel.pipelines.settings import Lora
 
 Folder = Callable[[str], Path]
 
@@ -33,6 +36,20 @@ def test_the_zoo_is_called_with_its_own_defaults(
     assert settings.extra == {k: v for k, v in defaults.items() if k == "use_resolution_binning"}
     assert (settings.prompt, settings.steps, settings.model) == ("a cat", 2, name)
     assert subject.fingerprint is None
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_lora_on_the_zoo_is_checked_like_any_other(
+    allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _tiny_zoo(monkeypatch)
+    (tmp_path / "style.bin").write_bytes(b"no weights")
+    wishes = {"loras": (Lora(str(tmp_path / "style.bin")),), "steps": 2}
+    words = "cannot be loaded" if allowed else "needs pickle"
+    with pytest.raises(BadInput, match=words):
+        subjects.obtain("sd15", wishes, "cpu", trust=Trust(pickle=allowed))
+    with pytest.raises(BadInput, match="--lora gone: no such file"):
+        subjects.obtain("sd15", {"loras": (Lora("gone"),)}, "cpu")
 
 
 def test_a_folder_comes_before_the_zoo(

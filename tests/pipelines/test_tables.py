@@ -32,7 +32,7 @@ def test_a_flat_picture_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     }
     result = {
         "model": "m",
-        "device": "d",
+        "device": "a device whose name is longer than the table is wide",
         "settings": {"dtype": "float32"},
         "eager": side,
         "patched": {**side, "first_s": 2.0, "setup_s": 1.0},
@@ -46,4 +46,5 @@ def test_a_flat_picture_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "pictures: flat, so their equality proves nothing\n" in out
     assert "nothing was accelerated" not in out
+    assert out.startswith("m, float32, a device whose name is longer than the table is wide\n")
     assert "1.00 GiB" in out
