@@ -22,7 +22,7 @@ from accel.backend import Backend
 from accel.guard import Ambient, Held
 from accel.memory import Pool
 from accel.reporting import BreakReport
-from accel.signature import bytes_of, distinct, leaves, like_in_memory, map_tree
+from accel.signature import Uncapturable, bytes_of, distinct, leaves, like_in_memory, map_tree
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,7 +32,7 @@ class GuardMiss(Exception):
     """A replay met a value on the host that its recording had met otherwise."""
 
 
-class Refused(Exception):
+class Refused(Uncapturable):
     """The call cannot be replayed rightly, for the reason given; it has to run eagerly."""
 
 

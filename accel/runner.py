@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from accel.graph import GuardMiss, Refused
+from accel.graph import GuardMiss
 from accel.guard import Ambient, WeightGuard
 from accel.memory import Pool
 from accel.recorded import Recorded
@@ -44,7 +44,6 @@ _thread = threading.local()
 class Entry:
     """What is known of one signature."""
 
-    words: str
     seen: int = 0
     declined: str | None = None
     variants: list[Recorded] = field(default_factory=list)
@@ -156,7 +155,7 @@ class GraphRunner:
                     raise Uncapturable(f"{name} has had more than {VARIANTS} values: pass a tensor")
             for values, value in zip(seen, key.values, strict=True):
                 values.add(value)
-            return self.entries.setdefault(full, Entry(_in_words(key)))
+            return self.entries.setdefault(full, Entry())
 
     def _reason_for_eager(self, entry: Entry) -> str | None:
         """Why this call runs eagerly; None if it may be replayed or recorded."""
@@ -239,7 +238,7 @@ class GraphRunner:
         version, before = self._weights_version(), len(entry.variants)
         for variant in entry.variants[:]:
             replaced = variant.held.stale()
-            if variant.weights_version == version and replaced is None:
+            if variant.conditions[0] == version and replaced is None:
                 continue
             self._drop(entry, variant)
             self.report.recaptures += 1
@@ -275,12 +274,12 @@ class GraphRunner:
             result = variant.replay(key.tensors)
         if not before:
             self._check_state(variant)
-        variant.leave(call)
+        variant.edits.apply(call)
         self.report.replays += 1
         return result
 
     def _check_state(self, variant: Recorded) -> None:
-        if self._state() != variant.state:
+        if self._state() != variant.conditions[1]:
             self._probe_first = PROBED_FIRST
             raise GuardMiss("the module's state differs from the recording's")
 
@@ -324,9 +323,8 @@ class GraphRunner:
             failure = error.with_traceback(None)  # whose frames hold tensors
         if failure is not None:
             return self._eager_after_failure(entry, failure, call)
-        recorded.weights_version, recorded.state = weights_version, state
+        recorded.conditions = weights_version, state
         result, recorded.first_result = recorded.first_result, None
-        recorded.report.signature = entry.words
         for least_used in entry.variants[VARIANTS - 1 :]:
             self._drop(entry, least_used)
         entry.variants.insert(0, recorded)
@@ -369,7 +367,7 @@ class GraphRunner:
 
 
 def _failure(error: Exception) -> str:
-    if isinstance(error, (Refused, Uncapturable)):
+    if isinstance(error, Uncapturable):
         return str(error)
     first_line = next(iter(str(error).splitlines()), "")
     return f"recording failed: {type(error).__name__}: {first_line}"
@@ -402,7 +400,3 @@ def _keep_within_limit(pool: Pool, newest: Entry) -> None:
             room -= entry.bytes
         if room < 0:
             runner.bar(entry)
-
-
-def _in_words(key: Signature) -> str:
-    return ", ".join("x".join(map(str, x.shape)) or "scalar" for x in key.tensors)

@@ -227,6 +227,12 @@ def distinct(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def span(x: torch.Tensor) -> int:
+    """How many elements of its storage lie between the first and the last of `x`, both included."""
+    reach = sum((n - 1) * st for n, st in zip(x.shape, x.stride(), strict=True))
+    return 1 + reach if x.numel() else 0
+
+
 def overlaps(x: torch.Tensor) -> bool:
     """Whether two elements of `x` (without expanded dimensions) share memory."""
     dims = sorted((st, n) for n, st in zip(x.shape, x.stride(), strict=True) if n > 1)
@@ -241,8 +247,7 @@ def overlaps(x: torch.Tensor) -> bool:
 def like_in_memory(x: torch.Tensor, backend: Backend) -> torch.Tensor:
     """An uninitialised tensor with the shape, exact strides, dtype, device and alignment of `x`."""
     skipped = misalignment(x, backend) // x.element_size()
-    reach = sum((n - 1) * st for n, st in zip(x.shape, x.stride(), strict=True))
-    flat = torch.empty(skipped + 1 + max(reach, 0), dtype=x.dtype, device=x.device)
+    flat = torch.empty(skipped + span(x), dtype=x.dtype, device=x.device)
     # Not a view: its base would count as one more holder of the memory.
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(
         flat.untyped_storage(), skipped, x.size(), x.stride()
@@ -293,14 +298,15 @@ class StaticInputs:
 class Edits:
     """What a forward does to the lists and dicts that it is given (some pop what they have used).
 
-    Open it on the arguments before the call, `closed()` after it; `apply` then does the same to
+    Open it on the arguments before the call, close it after that; `apply` then does the same to
     another call's arguments.
 
     >>> used = [1, 2]
     >>> edits = Edits(((used,), {}))
     >>> _ = used.pop(0)
+    >>> edits.close()
     >>> theirs = [3, 4]
-    >>> edits.closed().apply(((theirs,), {}))
+    >>> edits.apply(((theirs,), {}))
     >>> theirs
     [4]
     """
@@ -309,7 +315,7 @@ class Edits:
         self._before = [(box, copy.copy(box), _identities(box)) for box in _boxes(call)]
         self._kept: list[tuple[int, list[int]]] = []
 
-    def closed(self) -> Edits:
+    def close(self) -> None:
         """Compares. Raises `Uncapturable` if something was put in that was not there before."""
         for number, (box, _, before) in enumerate(self._before):
             now = _identities(box)
@@ -320,7 +326,6 @@ class Edits:
             if now != before:
                 self._kept.append((number, [before.index(item) for item in now]))
         self._before = []
-        return self
 
     def apply(self, call: Any) -> None:
         """Leaves `call`'s lists and dicts as the recorded call left its own."""

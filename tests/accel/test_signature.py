@@ -179,7 +179,8 @@ class TestEdits:
         given = map_tree(lambda leaf: leaf, theirs)
         edits = Edits(((given,), {}))
         forward(given)
-        edits.closed().apply(((theirs,), {}))
+        edits.close()
+        edits.apply(((theirs,), {}))
         return theirs
 
     def test_popping(self) -> None:
