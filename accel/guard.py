@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
+import random
+import sys
+import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from accel.backend import Backend
+from accel.memory import Pool
+from accel.signature import leaves
 
 _PROCESS_WIDE: tuple[Callable[[], Any], ...] = (
     torch.get_float32_matmul_precision,
@@ -111,15 +117,15 @@ class WeightGuard:
     False
     """
 
-    def __init__(self, module: nn.Module, backend: Backend) -> None:
-        self._module = weakref.ref(module)
+    def __init__(self, module: nn.Module | None, backend: Backend) -> None:
+        self._module = weakref.ref(module) if module is not None else lambda: None
         self._backend = backend
         self.version = 0
         self._take_stock()
 
     @property
     def module(self) -> nn.Module | None:
-        """The watched module, None if it is gone."""
+        """The watched module, None if there is none, or no longer."""
         return self._module()
 
     def check_alive(self) -> int:
@@ -219,3 +225,101 @@ class Held:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+_DEPTH = 3
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"_parameters", "_buffers", "_modules"}
+_ATOMS = frozenset((bool, int, float, str, type(None)))
+_WHOLE = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
+
+
+class Snapshot:
+    """What a call can change beside its results and the memory it writes, to be put back: random
+    generators, the attributes of `module` and of what hangs on it.
+
+    A recording that turns out to be unusable has run the forward; before that runs again, eagerly,
+    what it did to Python has to be undone.
+
+    >>> class Counting(nn.Module):
+    ...     calls = 0
+    >>> counting = Counting()
+    >>> with contextlib.suppress(ValueError), Snapshot(Pool(device), counting).restored_on_error():
+    ...     counting.calls = 1
+    ...     raise ValueError
+    >>> counting.calls
+    0
+    """
+
+    def __init__(self, pool: Pool, module: nn.Module | None) -> None:
+        self._pool = pool
+        self._random = pool.backend.rng_state(pool.device)
+        self._host_random = list(_host_random())
+        self._boxes: dict[int, tuple[Any, Any]] = {}
+        for child in () if module is None else module.modules():
+            if not type(child).__module__.startswith("torch."):  # those keep nothing between calls
+                self._take(vars(child), _DEPTH)
+
+    def _take(self, box: Any, depth: int) -> None:
+        if id(box) in self._boxes:
+            return
+        plain = next(kind for kind in (dict, list, set) if isinstance(box, kind))
+        self._boxes[id(box)] = (box, plain(box))
+        for name, x in box.items() if plain is dict else enumerate(box):
+            if depth == 0 or type(x) in _ATOMS or name in _OF_TORCH:  # plain, or hooks
+                continue
+            if isinstance(x, (dict, list, set)):
+                self._take(x, depth - 1)
+            elif hasattr(x, "__dict__") and not isinstance(x, _WHOLE):
+                self._take(vars(x), depth - 1)
+
+    def random_moved(self) -> bool:
+        """Whether the device's generator was drawn from since."""
+        return not torch.equal(self._random, self._pool.backend.rng_state(self._pool.device))
+
+    def objection(self) -> str | None:
+        """Why a call since then cannot be replayed, in words; None if nothing speaks against it."""
+        if [state for state, _ in self._host_random] != [state for state, _ in _host_random()]:
+            return "the forward draws random numbers on the host"
+        for box, before in self._changed():
+            known = {id(leaf) for leaf in leaves(list(_contents(before)))}
+            now = leaves(list(_contents(box)))
+            if any(isinstance(leaf, torch.Tensor) and id(leaf) not in known for leaf in now):
+                return "the model keeps a tensor from call to call"
+        return None
+
+    def _changed(self) -> list[tuple[Any, Any]]:
+        return [
+            (box, before)
+            for box, before in self._boxes.values()
+            if len(box) != len(before)
+            or not all(map(operator.is_, _contents(box), _contents(before)))
+        ]
+
+    @contextlib.contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """Puts everything back if the body fails."""
+        try:
+            yield
+        except BaseException:
+            self._pool.backend.set_rng_state(self._pool.device, self._random)
+            for _, put_back in self._host_random:
+                put_back()
+            for box, before in self._changed():
+                box.clear()
+                (box.extend if isinstance(box, list) else box.update)(before)
+            raise
+
+
+def _contents(box: Any) -> Iterable[Any]:
+    return box.values() if isinstance(box, dict) else box
+
+
+def _host_random() -> Iterator[tuple[Any, Callable[[], Any]]]:
+    """The host's generators: a comparable state of each, and what puts it back. (Numpy's counts if
+    it is there: importing it takes half a second.)"""
+    torchs, pythons = torch.default_generator.get_state(), random.getstate()
+    yield torchs.tolist(), functools.partial(torch.default_generator.set_state, torchs)
+    yield pythons, functools.partial(random.setstate, pythons)
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        state = numpy.get_state()
+        yield (state[1].tolist(), state[2:]), functools.partial(numpy.set_state, state)

@@ -6,15 +6,15 @@ caller's own. Does not know when to record or which recording to use (runner.py)
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from accel.graph import Break, BreakableGraph, Recording, Refused, capture
+from accel.guard import Snapshot, WeightGuard
 from accel.memory import Pool
 from accel.reporting import GraphReport
 from accel.signature import Edits, Signature, StaticInputs, is_value, leaves, map_tree, span
@@ -34,21 +34,23 @@ class Recorded:
         call: tuple[tuple[Any, ...], dict[str, Any]],
         key: Signature,
         pool: Pool,
-        weights: Collection[int],
+        guard: WeightGuard,
         objection: Callable[[], str | None] = lambda: None,
     ) -> None:
-        backend = pool.backend
-        begin, random = backend.now(), backend.rng_state(pool.device)
+        backend, begin = pool.backend, pool.backend.now()
+        before = Snapshot(pool, guard.module)
         self.graph = BreakableGraph(pool)
-        with pool.recording(), _rng_restored_on_error(pool, random):
+        with pool.recording(), before.restored_on_error():
             live, grown = backend.live_blocks(pool.id), backend.pool_bytes(pool.id)
             static = self._static = StaticInputs(key.tensors, backend)
             args, kwargs = static.substitute(call, key.tensors)
             self.edits = Edits((args, kwargs))
-            with capture(self.graph, weights=weights, arguments=static.storages) as recording:
+            with capture(
+                self.graph, weights=guard.storages, arguments=static.storages
+            ) as recording:
                 result = function(*args, **kwargs)
             try:
-                if (objected := objection()) is not None:
+                if (objected := objection() or before.objection()) is not None:
                     raise Refused(objected)
                 self.edits.close()
                 self._results = Results(result, static, recording)
@@ -57,10 +59,10 @@ class Recorded:
                 recording.abort()
                 raise
             grown = backend.pool_bytes(pool.id) - grown
-        self.held, self.uses_random = recording.held, _moved(pool, random)
+        self.held, self.uses_random = recording.held, before.random_moved()
         self.commits = recording.effect is not None or self.uses_random
         """Whether a replay changes something that discarding its result does not undo."""
-        self.conditions: Any = None
+        self.state: Any = None
         """What else it depends on, for whoever made it to compare."""
         self.first_result = self._results.give(key.tensors)
         self.edits.apply(call)
@@ -73,9 +75,14 @@ class Recorded:
         """The call's result for `tensors`. Raises `GuardMiss`; the generator is then put back."""
         pool = self.graph.pool
         random = pool.backend.rng_state(pool.device) if self.uses_random else None
-        with _rng_restored_on_error(pool, random), pool.use():
+        with pool.use():
             self._static.fill(tensors)
-            self.graph.replay()
+            try:
+                self.graph.replay()
+            except BaseException:
+                if random is not None:
+                    pool.backend.set_rng_state(pool.device, random)
+                raise
             self.report.replays += 1
             return self._results.give(tensors)
 
@@ -103,20 +110,6 @@ class Recorded:
             if beside > 0 and storage.data_ptr() not in ours:
                 return True
         return not backend.live_blocks(pool_id) <= ours
-
-
-def _moved(pool: Pool, random: torch.Tensor) -> bool:
-    return not torch.equal(random, pool.backend.rng_state(pool.device))
-
-
-@contextlib.contextmanager
-def _rng_restored_on_error(pool: Pool, state: torch.Tensor | None) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        if state is not None:
-            pool.backend.set_rng_state(pool.device, state)
-        raise
 
 
 class Results:

@@ -21,7 +21,6 @@ from accel.memory import Pool
 from accel.recorded import Recorded
 from accel.reporting import PartReport
 from accel.signature import Signature, Uncapturable, argument_name, signature
-from accel.snapshot import Snapshot
 
 HOST_SLACK = 0.25
 """Share of the device's time still to come when the host returns, from which graphs do not help."""
@@ -42,22 +41,50 @@ _thread = threading.local()
 
 @dataclass
 class Entry:
-    """What is known of one signature."""
+    """What is known of one signature; `report` is that of its runner."""
 
+    report: PartReport
     seen: int = 0
-    declined: str | None = None
     variants: list[Recorded] = field(default_factory=list)
-    eager_seconds: float | None = None
-    judged: list[float] = field(default_factory=list)
-    misses: int = 0
-    missed_in_a_row: int = 0
-    stale_turns: int = 0
-    unused: int = 0
-    retried: bool = False
-    last_use: int = 0
-    bytes: int = 0
+    declined: str | None = None
     barred: int = 0
     barred_for: str = ""
+    eager_seconds: float = 0.0
+    judged: list[float] = field(default_factory=list)
+    misses: int = 0
+    stale_turns: int = 0
+    fruitless: int = 0
+    """Misses, and twice the recordings given up, since a replay was used last."""
+    last_use: int = 0
+    bytes: int = 0
+
+    def decline(self, reason: str) -> None:
+        """No recordings from now on."""
+        self.declined = self.report.declined = reason
+        self.forget()
+
+    def bar(self, reason: str) -> None:
+        """No recording for some calls."""
+        self.barred, self.barred_for = BARRED_CALLS, reason
+
+    def bar_if_fruitless(self, cost: int, reason: str) -> None:
+        """Counts what a recording has cost in vain."""
+        self.fruitless += cost
+        if self.fruitless > 2 * VARIANTS:
+            self.forget()
+            self.bar(reason)
+            self.report.declined = reason
+
+    def forget(self) -> None:
+        """Drops every recording."""
+        for variant in self.variants[:]:
+            self.drop(variant)
+
+    def drop(self, variant: Recorded) -> None:
+        """Gives one recording up."""
+        self.variants.remove(variant)
+        self.report.graphs.remove(variant.report)
+        variant.discard()
 
 
 class GraphRunner:
@@ -86,14 +113,14 @@ class GraphRunner:
         name: str = "function",
         module: nn.Module | None = None,
         capture: Literal["auto", "always"] = "auto",
-        probe: Callable[[], Any] | None = None,
-        veto: Callable[[], str | None] | None = None,
+        probe: Callable[[], Any] = lambda: None,
+        veto: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.function, self.pool, self.capture = function, pool, capture
         self.report = PartReport(name, type(function if module is None else module).__name__)
         self.entries: dict[Any, Entry] = {}
-        self._backend, self._probe, self._veto = pool.backend, probe, veto
-        self._guard = None if module is None else WeightGuard(module, pool.backend)
+        self._backend, self._guard = pool.backend, WeightGuard(module, pool.backend)
+        self._probe, self._veto = probe, veto
         self._values: dict[Any, list[set[Any]]] = {}
         self._calls = 0
         self._probe_first = 0
@@ -106,7 +133,7 @@ class GraphRunner:
         try:
             key = signature(call, self._backend)
             self._check(key)
-            entry = self._entry(key, call)
+            entry = self._entry(key)
         except Uncapturable as uncapturable:
             return self._eager(str(uncapturable), call)
         with self.pool.lock:
@@ -114,13 +141,14 @@ class GraphRunner:
             reason = self._reason_for_eager(entry)
             if reason is None:
                 return self._replay_or_record(entry, key, call)
-        return self._first_call(entry, reason, call)
+        if reason == FIRST_OF_SIGNATURE and self.capture == "auto":
+            return self._judged_eager(entry, call)
+        return self._eager(reason, call)
 
     def forget_graphs(self) -> None:
         """Drops every recording; what was learned about signatures stays."""
         for entry in self.entries.values():
-            for variant in entry.variants[:]:
-                self._drop(entry, variant)
+            entry.forget()
 
     def _transparent(self) -> bool:
         """Whether someone else watches or records this call: then it is the plain forward."""
@@ -137,12 +165,11 @@ class GraphRunner:
             if not x.is_cpu and x.device != self.pool.device:
                 raise Uncapturable(f"an argument is on {x.device}, not on {self.pool.device}")
         if torch.is_grad_enabled() and (
-            any(x.requires_grad for x in key.tensors)
-            or (self._guard is not None and self._guard.requires_grad())
+            any(x.requires_grad for x in key.tensors) or self._guard.requires_grad()
         ):
             raise Uncapturable("gradients are enabled: call under torch.no_grad()")
 
-    def _entry(self, key: Signature, call: Any) -> Entry:
+    def _entry(self, key: Signature) -> Entry:
         full = (key.shapes, key.values)
         known = self.entries.get(full)
         if known is not None:
@@ -155,14 +182,14 @@ class GraphRunner:
                     raise Uncapturable(f"{name} has had more than {VARIANTS} values: pass a tensor")
             for values, value in zip(seen, key.values, strict=True):
                 values.add(value)
-            return self.entries.setdefault(full, Entry())
+            return self.entries.setdefault(full, Entry(self.report))
 
     def _reason_for_eager(self, entry: Entry) -> str | None:
         """Why this call runs eagerly; None if it may be replayed or recorded."""
         self._calls += 1
         if entry.declined is not None or entry.variants:
             return entry.declined
-        if self._veto is not None and (vetoed := self._veto()) is not None:
+        if (vetoed := self._veto()) is not None:
             return vetoed
         if entry.barred:
             entry.barred -= 1
@@ -173,94 +200,84 @@ class GraphRunner:
         entry.seen += 1
         return FIRST_OF_SIGNATURE if entry.seen == 1 else None
 
-    def _first_call(self, entry: Entry, reason: str, call: Any) -> Any:
-        if self.capture == "auto" and reason == FIRST_OF_SIGNATURE:
-            self.report.eager(reason)
-            return self._timed(entry, call)
-        result = self._eager(reason, call)
+    def _eager(self, reason: str, call: Any) -> Any:
+        self.report.eager(reason)
+        result = self.function(*call[0], **call[1])
         self.pool.set_default_limit()
         return result
 
-    def _eager(self, reason: str, call: Any) -> Any:
-        self.report.eager(reason)
-        return self.function(*call[0], **call[1])
-
-    def _timed(self, entry: Entry, call: Any) -> Any:
-        """An eager call that finds out whether the host is the bottleneck."""
+    def _timed(self, run: Callable[[], Any]) -> tuple[Any, float, float, float]:
+        """What `run` returns, the seconds until its work was done, those of them that came after
+        the host was done, and those that the device took."""
         backend, stream = self._backend, self._backend.current_stream(self.pool.device)
         backend.synchronize(stream)
         begin, first = backend.now(), backend.record_event(stream, timing=True)
-        result = self.function(*call[0], **call[1])
+        result = run()
         last, host = backend.record_event(stream, timing=True), backend.now() - begin
         last.synchronize()
-        entry.eager_seconds = backend.now() - begin
-        device, lag = first.elapsed_time(last) / 1e3, entry.eager_seconds - host
+        seconds = backend.now() - begin
+        return result, seconds, seconds - host, first.elapsed_time(last) / 1e3
+
+    def _judged_eager(self, entry: Entry, call: Any) -> Any:
+        """An eager call that finds out whether the host is the bottleneck."""
+        result, entry.eager_seconds, lag, device = self._timed(
+            lambda: self._eager(FIRST_OF_SIGNATURE, call)
+        )
         if lag >= HOST_SLACK * device:
-            self._decline(
-                entry,
+            entry.decline(
                 f"the device is the bottleneck: when the host was done, {lag * 1e3:.1f} of "
-                f"{device * 1e3:.1f} ms of its work were still to come",
+                f"{device * 1e3:.1f} ms of its work were still to come"
             )
+        return result
+
+    def _judged_replay(self, entry: Entry, run: Callable[[], Any]) -> Any:
+        """One of the first replays: the recordings are dropped if these gain too little."""
+        result, seconds, _, _ = self._timed(run)
+        entry.judged.append(seconds)
+        gain = entry.eager_seconds / max(min(entry.judged), 1e-9)
+        if len(entry.judged) == JUDGED_REPLAYS and gain < LEAST_GAIN:
+            entry.decline(f"a replay is only {gain:.2f} times as fast as an eager call")
         return result
 
     def _replay_or_record(self, entry: Entry, key: Signature, call: Any) -> Any:
         self._drop_stale(entry)
         if entry.declined is not None:
             return self._eager(entry.declined, call)
-        miss = None
+        missed = None
         for variant in entry.variants[:]:
             try:
-                result = self._replay(entry, variant, key, call)
-            except GuardMiss as missed:
+                return self._replay(entry, variant, key, call)
+            except GuardMiss as miss:
                 self.report.guard_misses += 1
-                miss = str(missed)
-                continue
-            entry.missed_in_a_row = entry.unused = 0
-            if variant in entry.variants:  # the likeliest to fit comes first
-                entry.variants.remove(variant)
-                entry.variants.insert(0, variant)
-            return result
-        if miss is None or self._drop_stale(entry):  # weights that moved, their old memory in use
+                missed = str(miss)
+        if missed is None or self._drop_stale(entry):  # weights moved, their old memory in use
             return self._record(entry, key, call)
         entry.misses += 1
-        entry.missed_in_a_row += 1
-        if entry.missed_in_a_row > 2 * VARIANTS:
-            for variant in entry.variants[:]:
-                self._drop(entry, variant)
-            entry.barred, entry.barred_for = BARRED_CALLS, f"no two calls agree: {miss}"
-            self.report.declined = entry.barred_for
+        entry.bar_if_fruitless(1, f"no two calls agree: {missed}")
         if entry.misses % 2 or entry.barred:  # a lazy cache may have been filled: once more eagerly
-            return self._eager(miss, call)
+            return self._eager(missed, call)
         return self._record(entry, key, call)
 
     def _drop_stale(self, entry: Entry) -> bool:
         """Drops recordings whose weights moved or whose outside tensors the model has replaced."""
-        version, before = self._weights_version(), len(entry.variants)
+        version, before = self._guard.check_alive(), len(entry.variants)
         for variant in entry.variants[:]:
             replaced = variant.held.stale()
-            if variant.conditions[0] == version and replaced is None:
+            if replaced is None and variant.state[0] == version:
                 continue
-            self._drop(entry, variant)
+            entry.drop(variant)
             self.report.recaptures += 1
-            if replaced is not None:
-                entry.stale_turns += 1
-                if entry.stale_turns > 2:
-                    self._decline(entry, replaced)
-            else:
-                entry.unused += 1
-                if entry.unused > VARIANTS:
-                    entry.unused, entry.barred = 0, BARRED_CALLS
-                    self.report.declined = entry.barred_for = "the weights move at every call"
+            if replaced is None:
+                entry.bar_if_fruitless(2, "the weights move at every call")
+                continue
+            entry.stale_turns += 1
+            if entry.stale_turns > 2:
+                entry.decline(replaced)
         return len(entry.variants) < before
-
-    def _weights_version(self) -> int:
-        return 0 if self._guard is None else self._guard.check_alive()
 
     def _state(self) -> Any:
         """Everything beyond arguments that a recording depends on."""
-        weights = 0 if self._guard is None else self._guard.check()
-        probed = None if self._probe is None else self._probe()
-        return Ambient(self._backend.device_type).key, weights, probed
+        return self._guard.check(), Ambient(self._backend.device_type).key, self._probe()
 
     def _replay(self, entry: Entry, variant: Recorded, key: Signature, call: Any) -> Any:
         """Replays and, while the device works, makes sure that the recording still holds. What
@@ -269,101 +286,72 @@ class GraphRunner:
         self._probe_first -= self._probe_first > 0
         if before:
             self._check_state(variant)
-        judged = entry.eager_seconds is not None and len(entry.judged) < JUDGED_REPLAYS
-        with self._judged(entry) if judged else contextlib.nullcontext(), _inside():
-            result = variant.replay(key.tensors)
+        with _inside():
+            if entry.eager_seconds and len(entry.judged) < JUDGED_REPLAYS:
+                result = self._judged_replay(entry, lambda: variant.replay(key.tensors))
+            else:
+                result = variant.replay(key.tensors)
         if not before:
             self._check_state(variant)
         variant.edits.apply(call)
         self.report.replays += 1
+        entry.fruitless = 0
+        entry.variants.sort(key=lambda other: other is not variant)  # the likeliest to fit first
         return result
 
     def _check_state(self, variant: Recorded) -> None:
-        if self._state() != variant.conditions[1]:
+        if self._state() != variant.state:
             self._probe_first = PROBED_FIRST
             raise GuardMiss("the module's state differs from the recording's")
 
-    @contextlib.contextmanager
-    def _judged(self, entry: Entry) -> Iterator[None]:
-        """Times the first replays and drops the recording if they gain too little."""
-        assert entry.eager_seconds is not None
-        backend, stream = self._backend, self._backend.current_stream(self.pool.device)
-        backend.synchronize(stream)
-        begin = backend.now()
-        yield
-        backend.synchronize(stream)
-        entry.judged.append(backend.now() - begin)
-        gain = entry.eager_seconds / max(min(entry.judged), 1e-9)
-        if len(entry.judged) == JUDGED_REPLAYS and gain < LEAST_GAIN:
-            self._decline(entry, f"a replay is only {gain:.2f} times as fast as an eager call")
-            for variant in entry.variants[:]:
-                self._drop(entry, variant)
-
     def _record(self, entry: Entry, key: Signature, call: Any) -> Any:
-        if entry.barred:
-            return self._eager(entry.barred_for, call)
+        reason = entry.barred_for if entry.barred else self._veto() if entry.variants else None
+        if reason is not None:
+            return self._eager(reason, call)
         self.pool.make_room()
-        if entry.variants and self._veto is not None and (vetoed := self._veto()) is not None:
-            return self._eager(vetoed, call)
-        state = self._state()
-        weights_version = self._weights_version()
-        weights = () if self._guard is None else self._guard.storages
-        failure: Exception | None = None
-        before = Snapshot(self.pool, None if self._guard is None else self._guard.module)
+        state, learned = self._state(), len(self.pool.unrecordable)
 
         def objection() -> str | None:
-            changed = self._state() != state
-            return "the forward changes its own state" if changed else before.objection()
+            return "the forward changes its own state" if self._state() != state else None
 
         try:
             with _inside():
-                recorded = Recorded(self.function, call, key, self.pool, weights, objection)
+                recorded = Recorded(self.function, call, key, self.pool, self._guard, objection)
         except Exception as error:
-            before.restore()
             failure = error.with_traceback(None)  # whose frames hold tensors
-        if failure is not None:
-            return self._eager_after_failure(entry, failure, call)
-        recorded.conditions = weights_version, state
-        result, recorded.first_result = recorded.first_result, None
+        else:
+            recorded.state = state
+            return self._kept(entry, recorded)
+        return self._eager_after_failure(
+            entry, failure, call, again=len(self.pool.unrecordable) > learned
+        )
+
+    def _kept(self, entry: Entry, recorded: Recorded) -> Any:
         for least_used in entry.variants[VARIANTS - 1 :]:
-            self._drop(entry, least_used)
+            entry.drop(least_used)
         entry.variants.insert(0, recorded)
         entry.bytes = max(entry.bytes, recorded.report.pool_bytes)
         self.report.captures += 1
         self.report.graphs.append(recorded.report)
-        _keep_within_limit(self.pool, entry)
+        _keep_within_limit(self.pool)
+        result, recorded.first_result = recorded.first_result, None
         return result
 
-    def _eager_after_failure(self, entry: Entry, error: Exception, call: Any) -> Any:
+    def _eager_after_failure(self, entry: Entry, error: Exception, call: Any, again: bool) -> Any:
         """The user's call does not fail because a recording did. If the eager call fails too, the
-        fault is not the recording's, and a later call may be recorded."""
+        fault is not the recording's, and a later call may be recorded: not at once if the failure
+        cost the pool its graphs. `again` means that the op that failed is a break from now on."""
         reason = _failure(error)
         if isinstance(error, torch.OutOfMemoryError):
             self.pool.retire()
-        if "captur" in reason:  # it cost the pool its graphs: not again at once if eager fails too
-            entry.barred, entry.barred_for = BARRED_CALLS, reason
+        if "captur" in reason:
+            entry.bar(reason)
         result = self._eager(reason, call)
-        # An op that could not be recorded is a break from now on: once more, then.
-        again = entry.barred > 0 and bool(self.pool.unrecordable) and not entry.retried
-        entry.retried = True
         if again:
             entry.barred = 0
         else:
-            self._decline(entry, reason)
+            entry.decline(reason)
         return result
-
-    def _decline(self, entry: Entry, reason: str) -> None:
-        entry.declined = self.report.declined = reason
-
-    def _drop(self, entry: Entry, variant: Recorded) -> None:
-        entry.variants.remove(variant)
-        self.report.graphs.remove(variant.report)
-        variant.discard()
-
-    def bar(self, entry: Entry) -> None:
-        """Keeps a signature from being recorded again soon: there was no room for it."""
-        entry.barred, entry.barred_for = BARRED_CALLS, _over_limit(self.pool)
-        self.report.evictions += 1
 
 
 def _failure(error: Exception) -> str:
@@ -371,10 +359,6 @@ def _failure(error: Exception) -> str:
         return str(error)
     first_line = next(iter(str(error).splitlines()), "")
     return f"recording failed: {type(error).__name__}: {first_line}"
-
-
-def _over_limit(pool: Pool) -> str:
-    return f"no room under the memory limit of {pool.limit} bytes: raise memory_limit"
 
 
 @contextlib.contextmanager
@@ -387,16 +371,16 @@ def _inside() -> Iterator[None]:
         _thread.inside = False
 
 
-def _keep_within_limit(pool: Pool, newest: Entry) -> None:
+def _keep_within_limit(pool: Pool) -> None:
     """Freed bytes return only with a whole pool: an overrun retires it, and the signatures used
     least recently are not recorded again first."""
     if pool.limit is None or pool.bytes() <= pool.limit:
         return
     pool.retire()
-    owners = [(e, runner) for runner in pool.tenants for e in runner.entries.values() if e.bytes]
-    room = pool.limit - newest.bytes
-    for entry, runner in sorted(owners, key=lambda owner: -owner[0].last_use):
-        if entry is not newest:
-            room -= entry.bytes
+    entries = [e for runner in pool.tenants for e in runner.entries.values() if e.bytes]
+    room = pool.limit
+    for entry in sorted(entries, key=lambda entry: -entry.last_use):
+        room -= entry.bytes
         if room < 0:
-            runner.bar(entry)
+            entry.bar(f"no room under the memory limit of {pool.limit} bytes: raise memory_limit")
+            entry.report.evictions += 1

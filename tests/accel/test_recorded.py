@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.graph import GuardMiss, Refused, eager_on_graph
+from accel.guard import WeightGuard
 from accel.memory import Pool
 from accel.recorded import Recorded
 from accel.signature import signature
@@ -23,7 +24,8 @@ MakeTwin = Callable[..., Twin]
 def record(pool: Pool) -> Callable[..., Recorded]:
     def make(function: Callable[..., Any], *args: Any, **options: Any) -> Recorded:
         call = (args, {})
-        return Recorded(function, call, signature(call, pool.backend), pool, (), **options)
+        guard = WeightGuard(None, pool.backend)
+        return Recorded(function, call, signature(call, pool.backend), pool, guard, **options)
 
     return make
 
