@@ -6,6 +6,7 @@ answered at once.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import PurePath
 from types import TracebackType
@@ -52,7 +53,7 @@ def explained(error: Exception) -> AccelError:
         )
     if isinstance(error, ValueError) and _raised_by_a_pipeline(error.__traceback__):
         said = " ".join(str(error).split())
-        option = "; --size sets them" if "height" in said and "width" in said else ""
+        option = "; --size sets it" if re.search(r"\b(height|width)\b", said, re.I) else ""
         return BadInput(f"the model cannot take this: {said.rstrip('.')}{option}")
     return AccelError(f"{type(error).__name__}: {first_line(error)} (--debug shows the traceback)")
 

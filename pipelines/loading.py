@@ -37,7 +37,8 @@ class Placement:
 
 def placement(device: str = "auto", dtype: str = "auto") -> Placement:
     """Device and dtype from what the person wrote. `auto` is CUDA where there is one, else the CPU;
-    bfloat16 on CUDA (float16 where the GPU has none), float32 on the CPU."""
+    bfloat16 on CUDA (float16 where the GPU has none), float32 on the CPU. Raises `BadInput` for
+    what is not there."""
     if dtype not in DTYPES:  # before torch is loaded
         raise BadInput(f"--dtype {dtype}: choose from {', '.join(DTYPES)}")
     import torch

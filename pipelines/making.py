@@ -60,7 +60,8 @@ def fulfil(order: Order) -> dict[str, Any]:
     paths = outputs.paths_for(order.output, wanted)
     with stdout_kept_clean(order.stdout_is_json):
         ready = _prepared(order, base, wanted)
-        _note_differences(made_with, ready.made_with)
+        now = {**ready.made_with, **_fingerprints(ready.wanted[0])}
+        _note_differences({**made_with, **_fingerprints(base)}, now)
         made = [*_write_all(ready, paths, tell=not order.stdout_is_json)]
         report = _report(ready.pipe, order.mode)
     return {"pictures": made, "made_with": ready.made_with, "mode": order.mode, "report": report}
@@ -150,6 +151,11 @@ def _made_with(subject: Subject) -> dict[str, Any]:
         "device": machine.device_name(subject.where.device),
         **versions.made_with(),
     }
+
+
+def _fingerprints(settings: Settings) -> dict[str, Any]:
+    """Of each LoRA that has one: what a person names has none before it is loaded."""
+    return {f"LoRA {lora.path}": lora.fingerprint for lora in settings.loras if lora.fingerprint}
 
 
 def _note_differences(then: dict[str, Any], now: dict[str, Any]) -> None:

@@ -112,7 +112,7 @@ BAD = {
     "one path": (["--number", "2", "-o", "x.png"], "put {index} into the name"),
     "unwritable": (["--output", "file/x.png"], "cannot write in "),
     "wrong size": (["--size", "64by64"], "a size is 512 or 768x512"),
-    "indivisible": (["--size", "63"], "divisible by 8 but are 63 and 63; --size sets them"),
+    "indivisible": (["--size", "63"], "divisible by 8 but are 63 and 63; --size sets it"),
     "no step": (["--steps", "0"], "greater than or equal to 1"),
     "no such dtype": (["--dtype", "int3"], "choose from auto, float32"),
     "no such device": (["--device", "abacus"], "--device abacus: no such device"),
@@ -230,6 +230,7 @@ def test_sizes_are_refused_or_rounded_as_the_model_does(accel_cli: Cli, saved: F
     refused = accel_cli("generate", "x", "--model", saved("zimage"), *size)
     assert refused.code == 2
     assert "Width must be divisible by " in refused.complaint
+    assert refused.complaint.endswith("; --size sets it")
     rounded = accel_cli("generate", "x", "--model", saved("flux"), *size)
     assert rounded.code == 0
     assert rounded.complaint == "accel: 66x64 asked for, but the model made 64x64"

@@ -42,7 +42,19 @@ def test_a_lora_changes_the_picture_by_its_scale(accel_cli: Cli, saved: Folder, 
     assert len({_pixels(f"{name}.png") for name in runs}) == 3
     again = accel_cli("generate", "--from", "half.png", "--mode", "off", "-o", "again.png")
     assert again.code == 0
+    assert again.err == ""
     assert Path("again.png").read_bytes() == Path("half.png").read_bytes()
+
+
+def test_a_lora_that_changed_since_is_told(accel_cli: Cli, saved: Folder, lora: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    first = ("generate", "x", "-m", saved("sd15"), *SMALL, "--lora", lora, "-o", "first.png")
+    assert accel_cli(*first).code == 0
+    save_file({name: layer * 2 for name, layer in load_file(lora).items()}, lora)
+    again = accel_cli("generate", "--from", "first.png", "--mode", "off", "-o", "again.png")
+    assert again.code == 0
+    assert again.complaint.startswith(f"accel: the picture was made with LoRA {lora} ")
 
 
 def test_a_lora_of_another_model_is_refused(accel_cli: Cli, saved: Folder, tmp_path: Path) -> None:
