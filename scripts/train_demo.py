@@ -96,7 +96,7 @@ def main(
     batch: Annotated[int, typer.Option(help="latents a denoiser step")] = 256,
     vae_batch: Annotated[int, typer.Option(help="squares an autoencoder step")] = VAE_BATCH,
     decoder: Annotated[
-        float, typer.Option(help="seconds for the decoder alone, with --resume")
+        float, typer.Option(help="with --resume: the second until which the decoder trains")
     ] = 45.0,
     rate: Annotated[float, typer.Option(help="peak learning rate; 1e-3, resumed 8e-4")] = 0.0,
     looks: Annotated[int, typer.Option(help="times the model is judged on the way")] = 4,
