@@ -66,41 +66,34 @@ class Backend:
     storage = staticmethod(torch.Tensor.untyped_storage)
     """The storage with a tensor's bytes: identity, address and size of the real memory."""
 
-    def segment(self, pool: Any) -> Any:
-        """A new segment whose memory comes from `pool` (an id from `new_pool`)."""
-        return Segment(pool)
-
-    def new_pool(self) -> Any:
-        """A new, hashable pool id."""
-        return torch.cuda.graph_pool_handle()
-
-    def new_stream(self, device: torch.device) -> Any:
-        """A new stream of `device`."""
-        return torch.cuda.Stream(device)
-
-    def current_stream(self, device: torch.device) -> Any:
-        """The calling thread's current stream of `device`."""
-        return torch.cuda.current_stream(device)
-
-    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Makes `stream` the calling thread's current stream for the length of the context."""
-        return torch.cuda.stream(stream)
-
-    def wait_stream(self, stream: Any, awaited: Any) -> None:
-        """Work queued on `stream` from now on starts after all that is queued on `awaited`."""
-        stream.wait_stream(awaited)
+    segment = staticmethod(Segment)
+    """A new segment whose memory comes from a pool (an id from `new_pool`)."""
+    new_pool: Callable[[], Any] = staticmethod(torch.cuda.graph_pool_handle)
+    """A new, hashable pool id."""
+    new_stream: Callable[[torch.device], Any] = staticmethod(torch.cuda.Stream)
+    """A new stream of a device."""
+    current_stream: Callable[[torch.device], Any] = staticmethod(torch.cuda.current_stream)
+    """The calling thread's current stream of a device."""
+    on_stream: Callable[[Any], AbstractContextManager[Any]] = staticmethod(torch.cuda.stream)
+    """Makes a stream the calling thread's current one for the length of the context."""
+    wait_stream: Callable[[Any, Any], None] = staticmethod(torch.cuda.Stream.wait_stream)
+    """Work queued on the first stream from now on starts after all that is queued on the other."""
+    wait_event: Callable[[Any, Any], None] = staticmethod(torch.cuda.Stream.wait_event)
+    """Work queued on a stream from now on starts after an event."""
+    synchronize: Callable[[Any], None] = staticmethod(torch.cuda.Stream.synchronize)
+    """Blocks the host until a stream has no work left."""
+    memory: Callable[[torch.device], tuple[int, int]] = staticmethod(torch.cuda.mem_get_info)
+    """(free, total) bytes of a device, as its driver sees them."""
+    reserved_bytes: Callable[[torch.device], int] = staticmethod(torch.cuda.memory_reserved)
+    """Bytes that the allocator of a device holds, pools included."""
+    empty_cache: Callable[[], None] = staticmethod(torch.cuda.empty_cache)
+    """Gives the allocator's unused memory back to the device."""
+    rng_state: Callable[[torch.device], torch.Tensor] = staticmethod(torch.cuda.get_rng_state)
+    """The state of the default random generator of a device."""
 
     def record_event(self, stream: Any, timing: bool = False) -> Any:
         """An event at the end of what is queued on `stream`, able to tell time if asked."""
         return stream.record_event(torch.cuda.Event(enable_timing=timing))
-
-    def wait_event(self, stream: Any, event: Any) -> None:
-        """Work queued on `stream` from now on starts after `event`."""
-        stream.wait_event(event)
-
-    def synchronize(self, stream: Any) -> None:
-        """Blocks the host until `stream` has no work left."""
-        stream.synchronize()
 
     def is_capturing(self) -> bool:
         """Whether the calling thread's current stream is recording, for anyone."""
@@ -140,25 +133,9 @@ class Backend:
         snapshot = torch.cuda.memory_snapshot(pool, include_traces=False)
         return sum(segment["total_size"] for segment in snapshot)
 
-    def memory(self, device: torch.device) -> tuple[int, int]:
-        """(free, total) bytes of `device`, as its driver sees them."""
-        return torch.cuda.mem_get_info(device)
-
-    def reserved_bytes(self, device: torch.device) -> int:
-        """Bytes that the allocator of `device` holds, pools included."""
-        return torch.cuda.memory_reserved(device)
-
     def reclaimable_bytes(self, device: torch.device) -> int:
         """Bytes that the allocator holds and no tensor uses: what `empty_cache` could give back."""
         return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-    def empty_cache(self) -> None:
-        """Gives the allocator's unused memory back to the device."""
-        torch.cuda.empty_cache()
-
-    def rng_state(self, device: torch.device) -> torch.Tensor:
-        """The state of the default random generator of `device`."""
-        return torch.cuda.get_rng_state(device)
 
     def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
         """Sets the state that `rng_state` gave."""

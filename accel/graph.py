@@ -13,7 +13,8 @@ import functools
 import gc
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -26,6 +27,9 @@ from accel.signature import Uncapturable, bytes_of, distinct, leaves, like_in_me
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+OURS, ARGUMENT, WEIGHT = "", "an argument", "a weight"
+"""Where storages come from that a recording meets."""
 
 
 class GuardMiss(Exception):
@@ -183,22 +187,19 @@ class Recording:
     """A graph in the making: opens and closes segments around breaks.
 
     A segment is replayed as soon as it closes, so that break bodies, and the call that is being
-    recorded, see true values. `weights` are addresses of storages that a module owns, watched by
-    its guard and not held; `arguments` those of the static inputs.
+    recorded, see true values. `origins` tells, by address, what storages are that need not be held.
     """
 
-    def __init__(
-        self, graph: BreakableGraph, weights: Collection[int] = (), arguments: Collection[int] = ()
-    ) -> None:
-        self.graph, self.weights, self.arguments = graph, weights, arguments
+    def __init__(self, graph: BreakableGraph, origins: Mapping[int, str]) -> None:
+        self.graph = graph
+        self.origins = dict(origins)
+        """What the storages are that this recording has met, by address: OURS, or in words."""
+        self.known: set[int] = set()
+        """Addresses of device tensors that need no second look."""
         self.held = Held()
         self.effect: str | None = None
         """The first thing that a replay could not take back; no guard may follow it."""
-        self.known: set[int] = set(weights)
-        """Device addresses that need no second look: born in this recording, or noted as outside
-        it."""
-        self.made: dict[int, torch.UntypedStorage] = {}
-        """Memory of the host that this recording made, kept so that its addresses stay its own."""
+        self._made: list[torch.UntypedStorage] = []
         self.paused = False
         self._undo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._segment: Any = None
@@ -248,17 +249,18 @@ class Recording:
         self.graph.steps.append(step)
         kind = "explicit" if ambient else "automatic"
         self.graph.breaks.append(BreakReport(_caller(), step.what, kind, step.guarded))
-        self.adopt(result)
-        storage = self.graph.pool.backend.storage
-        self.known.update(storage(x).data_ptr() for x in step.buffers if x.numel())
+        self.adopt([x for x in leaves(result) if not _on_device(x)])
+        self.adopt(step.buffers)
         return result
 
-    def adopt(self, result: Any) -> None:
-        """Notes host tensors as made by this recording: constants."""
-        for x in leaves(result):
-            if isinstance(x, torch.Tensor) and x.is_cpu:
-                storage = x.untyped_storage()
-                self.made[storage.data_ptr()] = storage
+    def adopt(self, made: list[Any]) -> None:
+        """Notes tensors as made by this recording. Those on the host are constants, kept so that
+        their addresses stay their own."""
+        for x in made:
+            if isinstance(x, torch.Tensor):
+                storage = self.graph.pool.backend.storage(x)
+                self.origins[storage.data_ptr()] = OURS
+                self._made.extend([storage] if x.is_cpu else [])
 
     def note_effect(self, written: torch.Tensor, effect: str) -> None:
         """Recorded work is about to write a tensor from outside: its value is kept for `undo`."""
@@ -305,15 +307,14 @@ def capture(
     graph: BreakableGraph,
     *,
     automatic: bool = True,
-    weights: Collection[int] = (),
-    arguments: Collection[int] = (),
+    origins: Mapping[int, str] = types.MappingProxyType({}),
 ) -> Iterator[Recording]:
     """Records what the body does into `graph`, running it at the same time.
 
     `automatic` finds and breaks ops that cannot be recorded; without it every break must be
-    explicit (`eager_on_graph`, `break_graph`) and recording costs nothing an op. `weights` and
-    `arguments` are addresses that a `Recording` treats apart. Raises what the body raises, or
-    `Refused`; the process and the pool stay usable.
+    explicit (`eager_on_graph`, `break_graph`) and recording costs nothing an op. `origins` tells,
+    by address, what storages are that need not be held: ARGUMENT, WEIGHT. Raises what the body
+    raises, or `Refused`; the process and the pool stay usable.
 
     >>> x = torch.ones(2, device=device)
     >>> graph = BreakableGraph(Pool(device))
@@ -326,7 +327,7 @@ def capture(
     """
     from accel.record import watched  # record.py builds on this module
 
-    recording = Recording(graph, weights, arguments)
+    recording = Recording(graph, origins)
     with graph.pool.recording(), _surroundings(graph.pool.backend, recording):
         try:
             recording.open()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel.graph import Recording, Refused, current_recording
+from accel.graph import ARGUMENT, OURS, Recording, Refused, current_recording
 from accel.signature import leaves, map_tree
 
 aten = torch.ops.aten
@@ -127,7 +127,7 @@ class OpRecorder(TorchDispatchMode):
         self._recording, self._graph, self._known = recording, recording.graph, recording.known
         self._pool, self._backend = self._graph.pool, self._graph.pool.backend
         self._address, self._plain = self._backend.address, set(self._backend.tensor_types)
-        self._outside: dict[int, str] = {}
+        self._origins = recording.origins
         self._rules = {
             func: _rule_for(func)._replace(plain=False, unrecordable=_always)
             for func in self._pool.unrecordable
@@ -158,7 +158,7 @@ class OpRecorder(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         if rule.lifts:  # how torch.tensor(data) announces what it built
-            self._recording.adopt(args[0])
+            self._recording.adopt([args[0]])
         self._graph.operations += 1
         device, host = self._look_at(args)
         if kwargs:
@@ -188,22 +188,22 @@ class OpRecorder(TorchDispatchMode):
         """Notes a tensor that was not met before; True if it lies on the host."""
         if not x.is_cpu and x.device != self._pool.device:
             raise Refused(f"the forward uses {x.device} beside {self._pool.device}")
-        recording, storage = self._recording, self._backend.storage(x)
+        storage = self._backend.storage(x)
         base = storage.data_ptr()
-        if x.is_cpu:
-            if base not in recording.made and base not in recording.arguments and x.numel():
-                recording.held.hold_host(x)
-        elif x.numel():
-            if base in recording.arguments:
-                self._outside[base] = "an argument"
-            elif not (base in self._known or base in self._outside or self._is_born(base)):
-                self._outside[base] = "a tensor that outlives the call"
-                recording.held.hold(storage)
+        if base not in self._origins and x.numel():
+            self._origins[base] = self._origin(x, storage)
+        if not x.is_cpu and x.numel():
             self._known.add(self._address(x))
         return x.is_cpu
 
-    def _is_born(self, base: int) -> bool:
-        return base in self._backend.live_blocks(self._pool.id)
+    def _origin(self, x: torch.Tensor, storage: torch.UntypedStorage) -> str:
+        if x.is_cpu:
+            self._recording.held.hold_host(x)
+            return "a host tensor that outlives the call"
+        if storage.data_ptr() in self._backend.live_blocks(self._pool.id):
+            return OURS
+        self._recording.held.hold(storage)
+        return "a tensor that outlives the call"
 
     def _run(self, func: Any, rule: Rule, args: Any, kwargs: Any) -> Any:
         """Records an op and notes what it makes."""
@@ -220,7 +220,7 @@ class OpRecorder(TorchDispatchMode):
                 elif rule.random:
                     raise Refused("the forward draws random numbers on the host")
                 else:
-                    self._recording.adopt(x)
+                    self._recording.adopt([x])
         return out
 
     def _run_with_care(
@@ -266,16 +266,13 @@ class OpRecorder(TorchDispatchMode):
                     self._note_write(func, x)
 
     def _note_write(self, func: Any, x: torch.Tensor) -> None:
-        base = self._backend.storage(x).data_ptr()
-        if x.is_cpu:
-            if base not in self._recording.made:
-                raise Refused(f"{func} writes a host tensor that outlives the call")
-            return
-        outside = "a weight" if base in self._recording.weights else self._outside.get(base)
-        if outside == "an argument":
+        origin = self._origins.get(self._backend.storage(x).data_ptr(), OURS)
+        if origin == ARGUMENT:
             raise Refused(f"{func} changes an argument in place")
-        if outside is not None:
-            self._recording.note_effect(x, f"{func} has written {outside}")
+        if x.is_cpu and origin != OURS:
+            raise Refused(f"{func} writes {origin}")
+        if origin != OURS:
+            self._recording.note_effect(x, f"{func} has written {origin}")
 
 
 _alone = threading.RLock()
@@ -316,7 +313,7 @@ def _from_data(original: Any) -> Any:
             return original(data, *args, **kwargs)
         host = original(data, *args, **{**kwargs, "device": "cpu"})
         if isinstance(data, (list, tuple, int, float, complex)):
-            recording.adopt(host)
+            recording.adopt([host])
         return host.to(device)
 
     return build

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from accel.graph import Break, BreakableGraph, Recording, Refused, capture
+from accel.backend import Backend
+from accel.graph import ARGUMENT, WEIGHT, Break, BreakableGraph, Refused, capture
 from accel.guard import Snapshot, WeightGuard
 from accel.memory import Pool
 from accel.reporting import GraphReport
@@ -45,15 +46,16 @@ class Recorded:
             static = self._static = StaticInputs(key.tensors, backend)
             args, kwargs = static.substitute(call, key.tensors)
             self.edits = Edits((args, kwargs))
-            with capture(
-                self.graph, weights=guard.storages, arguments=static.storages
-            ) as recording:
+            origins = dict.fromkeys(guard.storages, WEIGHT) | dict.fromkeys(
+                static.storages, ARGUMENT
+            )
+            with capture(self.graph, origins=origins) as recording:
                 result = function(*args, **kwargs)
             try:
                 if (objected := objection() or before.objection()) is not None:
                     raise Refused(objected)
                 self.edits.close()
-                self._results = Results(result, static, recording)
+                self._results = Results(result, static, origins, backend)
                 self._refuse_leaks(live | set(self._results.storages))
             except BaseException:
                 recording.abort()
@@ -120,17 +122,17 @@ class Results:
     hold anything (objects of unknown type).
     """
 
-    def __init__(self, result: Any, static: StaticInputs, recording: Recording) -> None:
-        self._result, self._static = result, static
-        self._storage = recording.graph.pool.backend.storage
+    def __init__(
+        self, result: Any, static: StaticInputs, origins: dict[int, str], backend: Backend
+    ) -> None:
+        self._result, self._static, self._storage = result, static, backend.storage
         groups: dict[int, list[torch.Tensor]] = {}
         for x in leaves(result):
             if isinstance(x, torch.Tensor):
                 groups.setdefault(self._storage(x).data_ptr(), []).append(x)
             elif not is_value(x):
                 raise Refused(f"the call returns a {type(x).__name__}, whose contents may change")
-        theirs = {*static.storages, *recording.weights}
-        self.storages = {base: _whole(xs) for base, xs in groups.items() if base not in theirs}
+        self.storages = {base: _whole(xs) for base, xs in groups.items() if base not in origins}
         """For each storage with results that are to be copied, the part that holds them."""
 
     def give(self, tensors: list[torch.Tensor]) -> Any:
