@@ -238,12 +238,10 @@ class Recording:
         step = Break(function, args, kwargs, self.graph.pool, ambient)
         with self.interrupted():
             result = step.first_run()
-            if step.guarded:
-                self.refuse_after_effect(step.what)
-                if not pure:
-                    raise Refused(
-                        f"{step.what} returns host values: only a pure break may (pure=True)"
-                    )
+        if step.guarded and self.effect is not None:
+            raise Refused(f"{step.what} brings a value to the host after {self.effect}")
+        if step.guarded and not pure:
+            raise Refused(f"{step.what} returns host values: only a pure break may (pure=True)")
         if not pure:
             self.effect = self.effect or f"the break {step.what} has run"
         self.graph.steps.append(step)
@@ -260,7 +258,8 @@ class Recording:
             if isinstance(x, torch.Tensor):
                 storage = self.graph.pool.backend.storage(x)
                 self.origins[storage.data_ptr()] = OURS
-                self._made.extend([storage] if x.is_cpu else [])
+                if x.is_cpu:
+                    self._made.append(storage)
 
     def note_effect(self, written: torch.Tensor, effect: str) -> None:
         """Recorded work is about to write a tensor from outside: its value is kept for `undo`."""
@@ -271,11 +270,6 @@ class Recording:
                 elements = storage.nbytes() // written.element_size()
                 whole = written.as_strided((elements,), (1,), 0)
                 self._undo[storage.data_ptr()] = whole, whole.clone()
-
-    def refuse_after_effect(self, what: str) -> None:
-        """Raises `Refused` if a guard on `what` would come after something irrevocable."""
-        if self.effect is not None:
-            raise Refused(f"{what} brings a value to the host after {self.effect}")
 
     def abort(self) -> None:
         """Ends a recording that failed and leaves the process usable. Writes outside the recording

@@ -162,7 +162,7 @@ class WeightGuard:
                     self._watch(owner, name, tensor)
         self._stock = self._take()
 
-    def _watch(self, owner: dict[str, Any], name: str, tensor: torch.Tensor | None) -> None:
+    def _watch(self, owner: dict[str, Any], name: str, tensor: Any) -> None:
         if hasattr(tensor, "__tensor_flatten__") and type(tensor) not in self._backend.tensor_types:
             for inner in tensor.__tensor_flatten__()[0]:
                 self._watch(tensor.__dict__, inner, getattr(tensor, inner))

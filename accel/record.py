@@ -262,17 +262,15 @@ class OpRecorder(TorchDispatchMode):
         for place in writes:
             written = kwargs.get(place) if isinstance(place, str) else args[place : place + 1]
             for x in leaves(written):
-                if isinstance(x, torch.Tensor) and x.numel():
-                    self._note_write(func, x)
-
-    def _note_write(self, func: Any, x: torch.Tensor) -> None:
-        origin = self._origins.get(self._backend.storage(x).data_ptr(), OURS)
-        if origin == ARGUMENT:
-            raise Refused(f"{func} changes an argument in place")
-        if x.is_cpu and origin != OURS:
-            raise Refused(f"{func} writes {origin}")
-        if origin != OURS:
-            self._recording.note_effect(x, f"{func} has written {origin}")
+                if not isinstance(x, torch.Tensor) or not x.numel():
+                    continue
+                origin = self._origins.get(self._backend.storage(x).data_ptr(), OURS)
+                if origin == ARGUMENT:
+                    raise Refused(f"{func} changes an argument in place")
+                if x.is_cpu and origin != OURS:
+                    raise Refused(f"{func} writes {origin}")
+                if origin != OURS:
+                    self._recording.note_effect(x, f"{func} has written {origin}")
 
 
 _alone = threading.RLock()

@@ -91,18 +91,17 @@ class Report:
         return plain
 
     def __getitem__(self, name: str) -> PartReport:
-        for part in self.parts:
-            if part.name == name:
-                return part
-        known = ", ".join(part.name for part in self.parts) or "none"
-        raise KeyError(f"no patched part named {name!r}; patched parts: {known}")
+        named = {part.name: part for part in self.parts}
+        if name not in named:
+            known = ", ".join(named) or "none"
+            raise KeyError(f"no patched part named {name!r}; patched parts: {known}")
+        return named[name]
 
     def __str__(self) -> str:
         if self.inactive is not None:
             return f"accel is inactive: {self.inactive}"
-        return (
-            "\n".join(line for part in self.parts for line in _lines_of(part)) or "nothing patched"
-        )
+        lines = [line for part in self.parts for line in _lines_of(part)]
+        return "\n".join(lines) or "nothing patched"
 
 
 def _lines_of(part: PartReport) -> list[str]:

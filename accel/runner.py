@@ -170,19 +170,18 @@ class GraphRunner:
             raise Uncapturable("gradients are enabled: call under torch.no_grad()")
 
     def _entry(self, key: Signature) -> Entry:
-        full = (key.shapes, key.values)
-        known = self.entries.get(full)
+        known = self.entries.get(key[:2])
         if known is not None:
             return known
         with self.pool.lock:
             seen = self._values.setdefault(key.shapes, [set() for _ in key.values])
-            for position, value in enumerate(key.values):
-                if value not in seen[position] and len(seen[position]) == VARIANTS:
-                    name = argument_name(key.places[position])
+            for values, value, place in zip(seen, key.values, key.places, strict=True):
+                if value not in values and len(values) == VARIANTS:
+                    name = argument_name(place)
                     raise Uncapturable(f"{name} has had more than {VARIANTS} values: pass a tensor")
             for values, value in zip(seen, key.values, strict=True):
                 values.add(value)
-            return self.entries.setdefault(full, Entry(self.report))
+            return self.entries.setdefault(key[:2], Entry(self.report))
 
     def _reason_for_eager(self, entry: Entry) -> str | None:
         """Why this call runs eagerly; None if it may be replayed or recorded."""

@@ -132,7 +132,7 @@ def opened(x: Any) -> Container | None:
     if kind is slice:
         return Container((x.start, x.stop, x.step), range(3), lambda parts: slice(*parts))
     if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return Container(x, range(len(x)), x._make)
+        return Container(x, range(len(x)), lambda parts: kind(*parts))
     if isinstance(x, dict):
         names = tuple(x)
         return Container(tuple(x.values()), names, lambda c: _like(x, operator.setitem, names, c))
