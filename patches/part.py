@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accel.backend import backend_for
-from accel.memory import Pool
+from accel.memory import Pool, bytes_from
 from accel.patches.forward import PatchedMethod
 from accel.patches.state import StateProbe
 from accel.reporting import PartReport
@@ -29,13 +29,22 @@ SETTLED_CALLS = 3
 
 @dataclass
 class Options:
-    """What `patch` was told, and the pools, one a device, that its parts share."""
+    """What `patch` was told, and the pools, one a device, that its parts share.
+
+    Raises ValueError for a value that an option does not know.
+    """
 
     capture: Capture = "auto"
     memory_limit: int | str | None = None
     text_encoder: bool = True
     vae: bool = True
     pools: dict[torch.device, Pool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.capture not in ("auto", "always"):
+            raise ValueError(f'capture={self.capture!r}: patch() knows capture="auto" and "always"')
+        if self.memory_limit is not None:
+            bytes_from(self.memory_limit)
 
     def same_as(self, other: Options) -> bool:
         """Whether `patch` was told the same."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from typing import Any, TypeVar
 
-from accel.memory import bytes_from
 from accel.patches.part import Capture, Options
 from accel.patches.patched import Patched, is_patchable
 from accel.reporting import Report
@@ -49,10 +48,6 @@ def patch(
         raise TypeError(f"patch() takes a diffusers pipeline or a module, not {type(obj).__name__}")
     if mode != "exact":
         raise ValueError(f'mode={mode!r}: patch() knows mode="exact"')
-    if capture not in ("auto", "always"):
-        raise ValueError(f'capture={capture!r}: patch() knows capture="auto" and "always"')
-    if memory_limit is not None:
-        bytes_from(memory_limit)
     options = Options(capture, memory_limit, text_encoder, vae)
     earlier = _patches.get(obj)
     if earlier is not None:

@@ -55,7 +55,7 @@ def load_demo() -> DiffusionPipeline:
     from diffusers import StableDiffusionPipeline
 
     pipe = StableDiffusionPipeline.from_pretrained(
-        demo_folder(), torch_dtype=torch.float32, local_files_only=True
+        demo_folder(), dtype=torch.float32, local_files_only=True
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe

@@ -55,7 +55,7 @@ def load_parts(folder: Path) -> Parts:
 
     Raises ValueError where its tokenizer cuts a word of today's world into pieces.
     """
-    pipe = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipe = StableDiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
     known = pipe.tokenizer.get_vocab()
     unknown = sorted(word for word in known_words() if f"{word}</w>" not in known)
     if unknown:
