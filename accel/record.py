@@ -151,19 +151,14 @@ class OpRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if types and not self._plain.issuperset(types):
             return NotImplemented
-        rule = self._rules.get(func)
-        if rule is None:
-            rule = self._rules[func] = _rule_for(func)
+        rule = self._rules.get(func) or _rule_for(func)
         if rule.composite:
             with self:
                 return func.decompose(*args, **kwargs)
         if rule.lifts:  # how torch.tensor(data) announces what it built
             self._recording.adopt([args[0]])
         self._graph.operations += 1
-        device, host = self._look_at(args)
-        if kwargs:
-            in_device, in_host = self._look_at(kwargs.values())
-            device, host = device or in_device, host or in_host
+        device, host = self._look_at([*args, *kwargs.values()] if kwargs else args)
         if host or not rule.plain:
             return self._run_with_care(func, rule, args, kwargs, device, host)
         return self._run(func, rule, args, kwargs)
@@ -243,13 +238,8 @@ class OpRecorder(TorchDispatchMode):
     def _uploaded(self, func: Any, x: Any) -> Any:
         """Host tensors among device tensors: an op would copy them itself. Those of no dimension
         are left alone, but in a copy: they are read when the op is launched."""
-        if (
-            not isinstance(x, torch.Tensor)
-            or not x.is_cpu
-            or (x.dim() == 0 and func not in _COPIES)
-        ):
-            return x
-        return self._constant(x.to, self._pool.device)
+        bakes = isinstance(x, torch.Tensor) and x.is_cpu and (x.dim() > 0 or func in _COPIES)
+        return self._constant(x.to, self._pool.device) if bakes else x
 
     def _constant(self, upload: Callable[..., torch.Tensor], *args: Any, **kw: Any) -> torch.Tensor:
         with self._pool.upload():
@@ -301,13 +291,8 @@ def _from_data(original: Any) -> Any:
     @functools.wraps(original)
     def build(data: Any, *args: Any, **kwargs: Any) -> Any:
         recording, device = current_recording(), kwargs.get("device")
-        if device is None:
-            device = torch.get_default_device()
-        if (
-            recording is None
-            or isinstance(data, torch.Tensor)
-            or torch.device(device).type == "cpu"
-        ):
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if recording is None or device.type == "cpu" or isinstance(data, torch.Tensor):
             return original(data, *args, **kwargs)
         host = original(data, *args, **{**kwargs, "device": "cpu"})
         if isinstance(data, (list, tuple, int, float, complex)):

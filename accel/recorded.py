@@ -46,9 +46,8 @@ class Recorded:
             static = self._static = StaticInputs(key.tensors, backend)
             args, kwargs = static.substitute(call, key.tensors)
             self.edits = Edits((args, kwargs))
-            origins = dict.fromkeys(guard.storages, WEIGHT) | dict.fromkeys(
-                static.storages, ARGUMENT
-            )
+            origins = dict.fromkeys(guard.storages, WEIGHT)
+            origins.update(dict.fromkeys(static.storages, ARGUMENT))
             with capture(self.graph, origins=origins) as recording:
                 result = function(*args, **kwargs)
             try:

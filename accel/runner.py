@@ -54,7 +54,7 @@ class Entry:
     misses: int = 0
     stale_turns: int = 0
     fruitless: int = 0
-    """Misses, and twice the recordings given up, since a replay was used last."""
+    """Misses, and twice the times that weights moved, since a replay was used last."""
     last_use: int = 0
     bytes: int = 0
 
@@ -259,20 +259,20 @@ class GraphRunner:
 
     def _drop_stale(self, entry: Entry) -> bool:
         """Drops recordings whose weights moved or whose outside tensors the model has replaced."""
-        version, before = self._guard.check_alive(), len(entry.variants)
-        for variant in entry.variants[:]:
-            replaced = variant.held.stale()
-            if replaced is None and variant.state[0] == version:
-                continue
+        version = self._guard.check_alive()
+        found = [(variant, variant.held.stale()) for variant in entry.variants]
+        stale = [(v, replaced) for v, replaced in found if replaced or v.state[0] != version]
+        for variant, _ in stale:
             entry.drop(variant)
-            self.report.recaptures += 1
-            if replaced is None:
-                entry.bar_if_fruitless(2, "the weights move at every call")
-                continue
+        self.report.recaptures += len(stale)
+        replaced = next((reason for _, reason in stale if reason), None)
+        if replaced is not None:
             entry.stale_turns += 1
             if entry.stale_turns > 2:
                 entry.decline(replaced)
-        return len(entry.variants) < before
+        elif stale:
+            entry.bar_if_fruitless(2, "the weights move at every call")
+        return bool(stale)
 
     def _state(self) -> Any:
         """Everything beyond arguments that a recording depends on."""

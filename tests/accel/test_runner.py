@@ -83,6 +83,21 @@ class TestWhen:
                 assert len(entry.variants) <= 4
         assert len(watched.report.graphs) == len(entry.variants)
 
+    def test_all_variants_stale_at_once_are_one_turn(
+        self, runner: MakeRunner, device: torch.device
+    ) -> None:
+        shelf = {"table": torch.zeros(2, device=device)}
+        watched = runner(lambda x: x * x.sum().item() + shelf["table"])
+        with torch.no_grad():
+            for turn in range(2):
+                shelf["table"] = torch.full((2,), float(turn), device=device)
+                for value in (1, 1, 2, 2, 3, 3, 4, 4, 1, 2, 3, 4):
+                    result = watched(torch.full((2,), float(value), device=device))
+                    assert result.tolist() == [2.0 * value * value + turn] * 2
+        (entry,) = watched.entries.values()
+        assert (entry.declined, entry.stale_turns) == (None, 1)
+        assert watched.report.recaptures == 4
+
     def test_arguments_on_another_device(self, runner: MakeRunner) -> None:
         watched = runner(lambda x: x * 2)
         for _ in range(4):
