@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tag
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.graph import ARGUMENT, OURS, Recording, Refused, current_recording
@@ -22,26 +23,11 @@ from accel.signature import leaves, map_tree
 
 aten = torch.ops.aten
 
-_UNRECORDABLE_TAGS = {
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.data_dependent_output,
-    torch.Tag.cudagraph_unsafe,
-}
-_UNRECORDABLE = {
-    aten._linalg_check_errors.default,
-    aten.bincount.default,
-    aten.histogram.bin_ct,
-    aten.linalg_eig.default,
-}
+_UNRECORDABLE_TAGS = {Tag.dynamic_output_shape, Tag.data_dependent_output, Tag.cudagraph_unsafe}
+_UNRECORDABLE = {aten._linalg_check_errors, aten.bincount, aten.histogram, aten.linalg_eig}
 """Tags miss these: they wait for the device, or the shape of their result depends on values."""
-_INDEXING = {
-    aten.index.Tensor,
-    aten._unsafe_index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._unsafe_index_put.default,
-    aten._index_put_impl_.default,
-}
+_INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+_INDEXING |= {aten._unsafe_index, aten._unsafe_index_put}
 _COPIES = {aten._to_copy.default, aten.copy_.default, aten.copy.default}
 _RUNNING_STATISTICS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default}
 """Their schemas hide that they write arguments 3 and 4 where argument 5, `training`, is true."""
@@ -79,11 +65,11 @@ def _rule_for(func: Any) -> Rule:
     if not isinstance(func, torch._ops.OpOverload):
         return Rule(plain=True)
     unrecordable = None
-    if func in _INDEXING:  # tagged as if every index were a mask
+    if func.overloadpacket in _INDEXING:  # tagged as if every index were a mask
         unrecordable = _with_mask
     elif func in _COPIES:
         unrecordable = _to_host
-    elif func in _UNRECORDABLE or _UNRECORDABLE_TAGS.intersection(func.tags):
+    elif func.overloadpacket in _UNRECORDABLE or _UNRECORDABLE_TAGS.intersection(func.tags):
         unrecordable = _always
     writes = tuple(
         argument.name if argument.kwarg_only else position
@@ -93,7 +79,7 @@ def _rule_for(func: Any) -> Rule:
     writes += (3, 4) if func in _RUNNING_STATISTICS else ()
     composite, lifts = _is_composite(func), func in _LIFTS
     draws = any(argument.name == "generator" for argument in func._schema.arguments)
-    random = draws or torch.Tag.nondeterministic_seeded in func.tags
+    random = draws or Tag.nondeterministic_seeded in func.tags
     plain = not (composite or lifts or unrecordable or writes or draws)
     return Rule(plain, composite, lifts, unrecordable, writes, random)
 

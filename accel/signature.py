@@ -23,23 +23,9 @@ ALIGNMENT = 16
 SMALL_HOST_TENSOR = 64
 """Elements: up to here a host tensor is part of the key by value."""
 
-_VALUES = (
-    types.NoneType,
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    range,
-    types.EllipsisType,
-    enum.Enum,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    torch.layout,
-    torch.memory_format,
-)
+_OF_PYTHON = (types.NoneType, bool, int, float, complex, str, bytes, range, types.EllipsisType)
+_OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_VALUES = (*_OF_PYTHON, *_OF_TORCH, enum.Enum)
 _KEYED = (*_VALUES, types.FunctionType, types.BuiltinFunctionType)
 _LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, types.NoneType, bool, int, float, str))
 """Common types that are no containers, told at a glance."""
