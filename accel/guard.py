@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import nn
 
 from accel.backend import Backend
 from accel.memory import Pool
-from accel.signature import leaves
+from accel.signature import identities, leaves
 
 _PROCESS_WIDE: tuple[Callable[[], Any], ...] = (
     torch.get_float32_matmul_precision,
@@ -262,7 +261,7 @@ class Snapshot:
     def _take(self, box: Any, depth: int) -> None:
         if id(box) in self._boxes:
             return
-        plain = next(kind for kind in (dict, list, set) if isinstance(box, kind))
+        plain = dict if isinstance(box, dict) else list
         self._boxes[id(box)] = (box, plain(box))
         for name, x in box.items() if plain is dict else enumerate(box):
             if depth == 0 or type(x) in _ATOMS or name in _OF_TORCH:  # plain, or hooks
@@ -281,19 +280,14 @@ class Snapshot:
         if [state for state, _ in self._host_random] != [state for state, _ in _host_random()]:
             return "the forward draws random numbers on the host"
         for box, before in self._changed():
-            known = {id(leaf) for leaf in leaves(list(_contents(before)))}
-            now = leaves(list(_contents(box)))
-            if any(isinstance(leaf, torch.Tensor) and id(leaf) not in known for leaf in now):
+            known = {id(x) for x in leaves(before)}
+            now = leaves(type(before)(box))
+            if any(isinstance(x, torch.Tensor) and id(x) not in known for x in now):
                 return "the model keeps a tensor from call to call"
         return None
 
     def _changed(self) -> list[tuple[Any, Any]]:
-        return [
-            (box, before)
-            for box, before in self._boxes.values()
-            if len(box) != len(before)
-            or not all(map(operator.is_, _contents(box), _contents(before)))
-        ]
+        return [pair for pair in self._boxes.values() if identities(pair[0]) != identities(pair[1])]
 
     @contextlib.contextmanager
     def restored_on_error(self) -> Iterator[None]:
@@ -308,10 +302,6 @@ class Snapshot:
                 box.clear()
                 (box.extend if isinstance(box, list) else box.update)(before)
             raise
-
-
-def _contents(box: Any) -> Iterable[Any]:
-    return box.values() if isinstance(box, dict) else box
 
 
 def _host_random() -> Iterator[tuple[Any, Callable[[], Any]]]:

@@ -306,6 +306,13 @@ def _indexed(original: Any) -> Any:
     return item
 
 
+def _text(self: torch.Tensor, **options: Any) -> str:
+    """Torch turns modes off while it reads the numbers: a read that no recording survives."""
+    if not self.is_cpu and current_recording() is not None:
+        raise Refused("the forward prints a tensor or makes it part of a text")
+    return _REPR(self, **options)
+
+
 def _on_device(index: Any, device: torch.device) -> Any:
     if isinstance(index, tuple):
         return tuple(_on_device(part, device) for part in index)
@@ -314,11 +321,13 @@ def _on_device(index: Any, device: torch.device) -> Any:
     return index
 
 
+_REPR = torch.Tensor.__repr__
 _STAND_INS: list[tuple[Any, str, Any]] = [
     (torch, "tensor", _from_data(torch.tensor)),
     (torch, "as_tensor", _from_data(torch.as_tensor)),
     (torch, "asarray", _from_data(torch.asarray)),
     (torch.Tensor, "new_tensor", _new_tensor),
+    (torch.Tensor, "__repr__", _text),
     (torch.Tensor, "__getitem__", _indexed(torch._C.TensorBase.__getitem__)),
     (torch.Tensor, "__setitem__", _indexed(torch._C.TensorBase.__setitem__)),
 ]

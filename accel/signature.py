@@ -298,13 +298,13 @@ class Edits:
     """
 
     def __init__(self, call: Any) -> None:
-        self._before = [(box, copy.copy(box), _identities(box)) for box in _boxes(call)]
+        self._before = [(box, copy.copy(box), identities(box)) for box in _boxes(call)]
         self._kept: list[tuple[int, list[int]]] = []
 
     def close(self) -> None:
         """Compares. Raises `Uncapturable` if something was put in that was not there before."""
         for number, (box, _, before) in enumerate(self._before):
-            now = _identities(box)
+            now = identities(box)
             if not set(now) <= set(before):
                 raise Uncapturable(
                     "the forward puts something into a list or dict that it is given"
@@ -327,8 +327,13 @@ def _boxes(x: Any) -> list[Any]:
     return [node for _, node, _ in nodes(x) if isinstance(node, (list, dict))]
 
 
-def _identities(box: Any) -> list[Any]:
-    """What is in a box, comparable without asking the things themselves."""
+def identities(box: Any) -> list[Any]:
+    """What is in a list, set or dict, to be compared without asking the things themselves.
+
+    >>> one, other = [0.0], [-0.0]
+    >>> one == other, identities(one) == identities(other), identities(one) == identities(one[:])
+    (True, False, True)
+    """
     if isinstance(box, dict):
         return [(name, id(x)) for name, x in box.items()]
     return [id(x) for x in box]

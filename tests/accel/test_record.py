@@ -116,6 +116,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda x: torch.rand(3, generator=torch.Generator()).to(x.device) + x,
         "generator of its own",
     ),
+    "a tensor as text": (lambda x: len(f"{x * 2}") + x, "part of a text"),
     "a write to host memory that stays": (lambda x: KEPT.add_(1), "writes a host tensor"),
 }
 KEPT = torch.zeros(2)

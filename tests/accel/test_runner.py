@@ -245,6 +245,41 @@ class TestErrors:
                 assert watched(x).tolist() == [0.0, 2.0, 4.0, 6.0]
         assert watched.report.declined == "recording failed: RuntimeError: bug"
 
+    def test_an_op_that_fails_in_a_recording_is_a_break_from_then_on(
+        self, sim: torch.device
+    ) -> None:
+        def waits(x: Tensor) -> Tensor:
+            torch.sim.synchronize()  # type: ignore[attr-defined]
+            return x.clone()
+
+        library = torch.library.Library("accel_tests", "FRAGMENT")
+        library.define("waits(Tensor x) -> Tensor")
+        library.impl("waits", waits, "PrivateUse1")
+        watched = GraphRunner(
+            lambda x: torch.ops.accel_tests.waits(x * 2) + 1, pool=Pool(sim), capture="always"
+        )
+        other = GraphRunner(double, pool=Pool(sim), capture="always")
+        with torch.no_grad():
+            for value in range(5):
+                x = torch.full((2,), float(value), device=sim)
+                assert watched(x).tolist() == [2.0 * value + 1] * 2
+                other(x)
+        assert counts(watched) == (1, 2, 2)
+        (graph,) = watched.report.graphs
+        assert [b.what for b in graph.breaks] == ["accel_tests::waits"]
+        assert counts(other) == (1, 3, 1)
+
+    def test_a_forward_that_prints_costs_no_other_graph(
+        self, runner: MakeRunner, pool: Pool, x: Tensor
+    ) -> None:
+        other, watched = runner(double, pool=pool), runner(lambda x: (str(x * 2), x + 1)[1])
+        with torch.no_grad():
+            for _ in range(4):
+                other(x)
+                assert watched(x).tolist() == [1.0, 2.0, 3.0, 4.0]
+        assert "part of a text" in str(watched.report.declined)
+        assert (counts(other), pool.generation) == ((1, 2, 1), 0)
+
     def test_what_failed_holds_no_tensors(
         self, runner: MakeRunner, device: torch.device, backend: Backend
     ) -> None:
