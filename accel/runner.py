@@ -7,6 +7,7 @@ recording is made (recorded.py, graph.py, record.py) nor what a pipeline is.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -46,8 +47,8 @@ class Entry:
     report: PartReport
     seen: int = 0
     variants: list[Recorded] = field(default_factory=list)
-    declined: str | None = None
-    barred: int = 0
+    barred: float = 0
+    """Calls to come that are not recorded, and why."""
     barred_for: str = ""
     eager_seconds: float = 0.0
     judged: list[float] = field(default_factory=list)
@@ -58,22 +59,21 @@ class Entry:
     last_use: int = 0
     bytes: int = 0
 
-    def decline(self, reason: str) -> None:
-        """No recordings from now on."""
-        self.declined = self.report.declined = reason
-        self.forget()
-
-    def bar(self, reason: str) -> None:
+    def bar(self, reason: str, calls: float = BARRED_CALLS) -> None:
         """No recording for some calls."""
-        self.barred, self.barred_for = BARRED_CALLS, reason
+        self.barred, self.barred_for = calls, reason
 
-    def bar_if_fruitless(self, cost: int, reason: str) -> None:
-        """Counts what a recording has cost in vain."""
+    def decline(self, reason: str, calls: float = math.inf) -> None:
+        """No recording, nor replay, for some calls or for ever."""
+        self.forget()
+        self.bar(reason, calls)
+        self.report.declined = reason
+
+    def decline_if_fruitless(self, cost: int, reason: str) -> None:
+        """Counts what recordings have cost in vain."""
         self.fruitless += cost
         if self.fruitless > 2 * VARIANTS:
-            self.forget()
-            self.bar(reason)
-            self.report.declined = reason
+            self.decline(reason, BARRED_CALLS)
 
     def forget(self) -> None:
         """Drops every recording."""
@@ -186,13 +186,13 @@ class GraphRunner:
     def _reason_for_eager(self, entry: Entry) -> str | None:
         """Why this call runs eagerly; None if it may be replayed or recorded."""
         self._calls += 1
-        if entry.declined is not None or entry.variants:
-            return entry.declined
-        if (vetoed := self._veto()) is not None:
-            return vetoed
+        if entry.variants:
+            return None
         if entry.barred:
             entry.barred -= 1
             return entry.barred_for
+        if (vetoed := self._veto()) is not None:
+            return vetoed
         if self._calls == 1:
             entry.seen += self.capture == "always"
             return "first call of the module"
@@ -240,8 +240,6 @@ class GraphRunner:
 
     def _replay_or_record(self, entry: Entry, key: Signature, call: Any) -> Any:
         self._drop_stale(entry)
-        if entry.declined is not None:
-            return self._eager(entry.declined, call)
         missed = None
         for variant in entry.variants[:]:
             try:
@@ -252,7 +250,7 @@ class GraphRunner:
         if missed is None or self._drop_stale(entry):  # weights moved, their old memory in use
             return self._record(entry, key, call)
         entry.misses += 1
-        entry.bar_if_fruitless(1, f"no two calls agree: {missed}")
+        entry.decline_if_fruitless(1, f"no two calls agree: {missed}")
         if entry.misses % 2 or entry.barred:  # a lazy cache may have been filled: once more eagerly
             return self._eager(missed, call)
         return self._record(entry, key, call)
@@ -271,7 +269,7 @@ class GraphRunner:
             if entry.stale_turns > 2:
                 entry.decline(replaced)
         elif stale:
-            entry.bar_if_fruitless(2, "the weights move at every call")
+            entry.decline_if_fruitless(2, "the weights move at every call")
         return bool(stale)
 
     def _state(self) -> Any:

@@ -95,7 +95,7 @@ class TestWhen:
                     result = watched(torch.full((2,), float(value), device=device))
                     assert result.tolist() == [2.0 * value * value + turn] * 2
         (entry,) = watched.entries.values()
-        assert (entry.declined, entry.stale_turns) == (None, 1)
+        assert (watched.report.declined, entry.stale_turns) == (None, 1)
         assert watched.report.recaptures == 4
 
     def test_arguments_on_another_device(self, runner: MakeRunner) -> None:
