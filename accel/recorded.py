@@ -18,7 +18,16 @@ from accel.graph import ARGUMENT, WEIGHT, Break, BreakableGraph, Refused, captur
 from accel.guard import Snapshot, WeightGuard
 from accel.memory import Pool
 from accel.reporting import GraphReport
-from accel.signature import Edits, Signature, StaticInputs, is_value, leaves, map_tree, span
+from accel.signature import (
+    Edits,
+    Signature,
+    StaticInputs,
+    is_value,
+    laid_out,
+    leaves,
+    map_tree,
+    span,
+)
 
 
 class Recorded:
@@ -136,33 +145,27 @@ class Results:
 
     def give(self, tensors: list[torch.Tensor]) -> Any:
         """The result for a call with `tensors`, the caller's own."""
-        fresh = {base: (whole, whole.clone()) for base, whole in self.storages.items()}
+        fresh = {base: whole.clone() for base, whole in self.storages.items()}
 
         def leaf(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor):
-                return x
-            base = self._storage(x).data_ptr()
+            base = self._storage(x).data_ptr() if isinstance(x, torch.Tensor) else None
             if base in fresh:
-                return _same_view(x, *fresh[base])
-            position = self._static.storages.get(base)
-            if position is None:
+                offset = x.storage_offset() - self.storages[base].storage_offset()
+                return laid_out(x, self._storage(fresh[base]), offset)
+            if base not in self._static.storages:
                 return x
+            position = self._static.storages[base]
             ours, theirs = self._static.tensors[position], tensors[position]
-            return theirs if x is ours else _same_view(x, ours, theirs)
+            offset = theirs.storage_offset() + x.storage_offset() - ours.storage_offset()
+            return theirs if x is ours else theirs.as_strided(x.shape, x.stride(), offset)
 
         return map_tree(leaf, self._result)
 
 
 def _whole(group: list[torch.Tensor]) -> torch.Tensor:
     """The part of their storage that tensors lie in, as a flat one."""
-    if len({x.dtype for x in group}) > 1:
+    if len({(x.dtype, x.is_conj(), x.is_neg()) for x in group}) > 1:
         raise Refused("the call returns views of one storage with different dtypes")
     begin = min(x.storage_offset() for x in group)
     end = max(x.storage_offset() + span(x) for x in group)
     return group[0].as_strided((end - begin,), (1,), begin)
-
-
-def _same_view(x: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """The view of `theirs` that `x` is of `ours`."""
-    offset = theirs.storage_offset() + x.storage_offset() - ours.storage_offset()
-    return theirs.as_strided(x.shape, x.stride(), offset)

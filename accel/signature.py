@@ -234,10 +234,14 @@ def like_in_memory(x: torch.Tensor, backend: Backend) -> torch.Tensor:
     """An uninitialised tensor with the shape, exact strides, dtype, device and alignment of `x`."""
     skipped = misalignment(x, backend) // x.element_size()
     flat = torch.empty(skipped + span(x), dtype=x.dtype, device=x.device)
-    # Not a view: its base would count as one more holder of the memory.
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(
-        flat.untyped_storage(), skipped, x.size(), x.stride()
-    )
+    return laid_out(x, flat.untyped_storage(), skipped)
+
+
+def laid_out(x: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+    """A tensor like `x` over other memory, which begins `offset` elements in. Not a view: its base
+    would count as one more holder, and changes in place would not always be allowed."""
+    empty = torch.empty(0, dtype=x.dtype, device=x.device)
+    return empty.set_(storage, offset, x.size(), x.stride())
 
 
 class StaticInputs:

@@ -78,6 +78,15 @@ def test_results_that_may_hold_anything_are_refused(
         record(make, x)
 
 
+def test_results_are_no_views(record: Any, x: Tensor) -> None:
+    """Else they could not be changed in place where gradients are enabled."""
+    with torch.no_grad():
+        recorded = record(lambda x: (x * 2, (x + 1)[1:].expand(2, 3)), x)
+        for result in (*recorded.first_result, *recorded.replay([x])):
+            assert result._base is None
+    assert result.stride() == (0, 1)
+
+
 def test_views_of_other_dtypes_in_one_storage_are_refused(record: Any, x: Tensor) -> None:
     def forward(x: Tensor) -> Any:
         y = x * 2
