@@ -186,7 +186,7 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def _metadata(x: torch.Tensor, backend: Backend) -> tuple[Any, ...]:
-    if type(x) not in backend.tensor_types and type(x) is not torch.Tensor:
+    if type(x) not in backend.tensor_types:
         raise Uncapturable(f"an argument is a {type(x).__name__}, not a plain tensor")
     if x.layout is not torch.strided or x.is_conj() or x.is_neg():
         raise Uncapturable("an argument is a sparse, conjugated or negated view")
@@ -231,9 +231,10 @@ def overlaps(x: torch.Tensor) -> bool:
 
 
 def like_in_memory(x: torch.Tensor, backend: Backend) -> torch.Tensor:
-    """An uninitialised tensor with the shape, exact strides, dtype, device and alignment of `x`."""
+    """An uninitialised tensor with the shape, exact strides, dtype, device and alignment of `x`;
+    an empty one has an address too, to be told from others by."""
     skipped = misalignment(x, backend) // x.element_size()
-    flat = torch.empty(skipped + span(x), dtype=x.dtype, device=x.device)
+    flat = torch.empty(skipped + max(span(x), 1), dtype=x.dtype, device=x.device)
     return laid_out(x, flat.untyped_storage(), skipped)
 
 

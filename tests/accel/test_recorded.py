@@ -78,6 +78,12 @@ def test_results_that_may_hold_anything_are_refused(
         record(make, x)
 
 
+def test_an_empty_result_is_not_taken_for_an_empty_argument(record: Any, x: Tensor) -> None:
+    recorded = record(lambda empty, x: (empty, x[:0] * 2, x), x.long()[:0], x)
+    for result in (recorded.first_result, recorded.replay([x.long()[:0], x])):
+        assert [y.dtype for y in result] == [torch.int64, torch.float32, torch.float32]
+
+
 def test_results_are_no_views(record: Any, x: Tensor) -> None:
     """Else they could not be changed in place where gradients are enabled."""
     with torch.no_grad():
