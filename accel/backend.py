@@ -24,6 +24,18 @@ class Segment:
     """A stretch of device work: recorded between `begin` and `end`, replayed at will.
 
     One `torch.cuda.CUDAGraph`, in relaxed mode: constants are uploaded on a side stream.
+
+    >>> x, pool = torch.ones(2, device=device), backend.new_pool()
+    >>> segment, stream = backend.segment(pool), backend.new_stream(x.device)
+    >>> backend.wait_stream(stream, backend.current_stream(x.device))
+    >>> with backend.on_stream(stream):
+    ...     segment.begin()
+    ...     y = x + 1
+    ...     segment.end()
+    ...     segment.replay()
+    >>> backend.synchronize(stream)
+    >>> y.tolist()
+    [2.0, 2.0]
     """
 
     def __init__(self, pool: Any) -> None:
@@ -54,6 +66,10 @@ class Backend:
 
     Streams and events are torch's own, in the engine as in here only handed on. `address`, called
     for every tensor of every recorded op, and `storage` have no Python frame of ours in between.
+
+    >>> x = torch.ones(3, device=device)
+    >>> backend.address(x[1:]) - backend.address(x), backend.is_capturing()
+    (4, False)
     """
 
     device_type = "cuda"

@@ -33,11 +33,27 @@ OURS, ARGUMENT, WEIGHT = "", "an argument", "a weight"
 
 
 class GuardMiss(Exception):
-    """A replay met a value on the host that its recording had met otherwise."""
+    """A replay met a value on the host that its recording had met otherwise.
+
+    >>> x = torch.zeros(1, device=device)
+    >>> graph = BreakableGraph(Pool(device))
+    >>> with capture(graph):
+    ...     y = x + x.item()
+    >>> _ = x.fill_(1)
+    >>> graph.replay()
+    Traceback (most recent call last):
+    accel.graph.GuardMiss: aten::_local_scalar_dense returned 1.0, in the recording 0.0
+    """
 
 
 class Refused(Uncapturable):
-    """The call cannot be replayed rightly, for the reason given; it has to run eagerly."""
+    """The call cannot be replayed rightly, for the reason given; it has to run eagerly.
+
+    >>> with capture(BreakableGraph(Pool(device))):
+    ...     y = torch.rand(1).to(device)
+    Traceback (most recent call last):
+    accel.graph.Refused: the forward draws random numbers on the host
+    """
 
 
 class BreakableGraph:
@@ -92,6 +108,12 @@ class Break:
     of segments needs the memory of the largest and not of the sum. Of what it returns, device
     tensors get a boundary buffer each, except those that it was given (an `out` argument, or a view
     of one). What reached the host steered Python: it has to come back byte for byte, `guarded`.
+
+    >>> graph = BreakableGraph(Pool(device))
+    >>> with capture(graph):
+    ...     one = torch.ones(1, device=device).item()
+    >>> [(step.what, step.guarded) for step in graph.steps if isinstance(step, Break)]
+    [('aten::_local_scalar_dense', True)]
     """
 
     def __init__(
@@ -188,6 +210,12 @@ class Recording:
 
     A segment is replayed as soon as it closes, so that break bodies, and the call that is being
     recorded, see true values. `origins` tells, by address, what storages are that need not be held.
+
+    >>> with capture(BreakableGraph(Pool(device))) as recording:
+    ...     with recording.interrupted():
+    ...         value = torch.ones(1, device=device).item()
+    >>> value, recording.graph.segments
+    (1.0, 2)
     """
 
     def __init__(self, graph: BreakableGraph, origins: Mapping[int, str]) -> None:
@@ -292,7 +320,14 @@ _thread = threading.local()
 
 
 def current_recording() -> Recording | None:
-    """The calling thread's open recording, if any."""
+    """The calling thread's open recording, if any.
+
+    >>> with capture(BreakableGraph(Pool(device))) as recording:
+    ...     current_recording() is recording
+    True
+    >>> current_recording() is None
+    True
+    """
     return getattr(_thread, "recording", None)
 
 

@@ -192,6 +192,14 @@ class Held:
     Kept alive, so that a table evicted from a cache stays readable. `stale` says in words what
     happened when the graph is the last one that does so: the model has replaced the table.
     Host tensors, whose values are baked in, are also compared by version.
+
+    >>> held, table = Held(), torch.ones(2, device=device)
+    >>> held.hold(backend.storage(table))
+    >>> held.stale() is None
+    True
+    >>> del table
+    >>> held.stale()
+    'the model has replaced a tensor that the recording reads'
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,11 @@ _LIFTS = {aten.lift_fresh.default, aten.lift.default}
 
 
 class Rule(NamedTuple):
-    """What the recorder needs to know of an op, once for all its calls."""
+    """What the recorder needs to know of an op, once for all its calls.
+
+    >>> _rule_for(aten.add_.Tensor).writes, _rule_for(aten.add.Tensor).plain
+    ((0,), True)
+    """
 
     plain: bool
     """Recordable as it is when all its tensors lie on the device."""
@@ -94,7 +98,16 @@ def _is_composite(func: torch._ops.OpOverload) -> bool:
 
 @contextlib.contextmanager
 def watched(recording: Recording) -> Iterator[None]:
-    """Sees every op of a recording, and host data on its way to the device."""
+    """Sees every op of a recording, and host data on its way to the device.
+
+    >>> from accel.graph import BreakableGraph, capture
+    >>> from accel.memory import Pool
+    >>> with capture(BreakableGraph(Pool(device)), automatic=False) as recording:
+    ...     with watched(recording):
+    ...         y = torch.tensor([1.0, 2.0], device=device) * 2
+    >>> y.tolist()
+    [2.0, 4.0]
+    """
     with _visible_host_data(), OpRecorder(recording):
         yield
 
@@ -104,6 +117,15 @@ class OpRecorder(TorchDispatchMode):
 
     Values on the host are constants if this recording made them from Python values, from the call's
     keyed arguments or from guarded reads.
+
+    >>> from accel.graph import BreakableGraph, capture
+    >>> from accel.memory import Pool
+    >>> x = torch.ones(2, device=device)
+    >>> with capture(BreakableGraph(Pool(device)), automatic=False) as recording:
+    ...     with OpRecorder(recording):
+    ...         y = x * 2 + 1
+    >>> y.tolist(), recording.graph.operations
+    ([3.0, 3.0], 2)
     """
 
     supports_higher_order_operators = True

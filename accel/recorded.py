@@ -36,6 +36,13 @@ class Recorded:
     Raises `Refused` if replaying could go wrong, or what the call raises; either way nothing is
     left behind: outside writes are undone, the random generator is where it was. `objection` is
     asked after the call why it may not be replayed.
+
+    >>> from accel.signature import signature
+    >>> call = ((torch.ones(2, device=device),), {})
+    >>> guard = WeightGuard(None, backend)
+    >>> recorded = Recorded(lambda x: x * 2, call, signature(call, backend), Pool(device), guard)
+    >>> recorded.first_result.tolist(), recorded.replay([torch.zeros(2, device=device)]).tolist()
+    ([2.0, 2.0], [0.0, 0.0])
     """
 
     def __init__(
@@ -128,6 +135,14 @@ class Results:
     Copies, laid out as the originals: results that shared storage share it again. A result that
     is an argument or a weight is that argument or weight. Raises `Refused` for results that may
     hold anything (objects of unknown type).
+
+    >>> static = StaticInputs([torch.ones(2, device=device)], backend)
+    >>> result = {"same": static.tensors[0], "new": torch.zeros(2, device=device)}
+    >>> results = Results(result, static, dict.fromkeys(static.storages, ARGUMENT), backend)
+    >>> theirs = torch.ones(2, device=device)
+    >>> given = results.give([theirs])
+    >>> given["same"] is theirs, given["new"].tolist()
+    (True, [0.0, 0.0])
     """
 
     def __init__(

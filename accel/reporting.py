@@ -13,7 +13,11 @@ from typing import Any
 
 @dataclass
 class BreakReport:
-    """Where a recording was interrupted: `where` is a source line, `what` the op or function."""
+    """Where a recording was interrupted: `where` is a source line, `what` the op or function.
+
+    >>> BreakReport("model.py:7", "aten::nonzero", "automatic", guarded=True).what
+    'aten::nonzero'
+    """
 
     where: str
     what: str
@@ -26,6 +30,9 @@ class GraphReport:
     """One recording: its inputs in words, its segments and breaks, and what it cost.
 
     `seconds` is the wall time of the recording call; `pool_bytes` what the shared pool grew by.
+
+    >>> GraphReport("2x4", segments=1, operations=12, seconds=0.01, pool_bytes=512).replays
+    0
     """
 
     signature: str

@@ -42,7 +42,13 @@ _thread = threading.local()
 
 @dataclass
 class Entry:
-    """What is known of one signature; `report` is that of its runner."""
+    """What is known of one signature; `report` is that of its runner.
+
+    >>> entry = Entry(PartReport("unet", "UNet2DConditionModel"))
+    >>> entry.decline("the device is the bottleneck")
+    >>> entry.barred, entry.report.declined
+    (inf, 'the device is the bottleneck')
+    """
 
     report: PartReport
     seen: int = 0

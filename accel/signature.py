@@ -35,7 +35,12 @@ Place = tuple[Any, ...]
 
 
 class Uncapturable(Exception):
-    """A call that cannot be keyed; the message says which argument and why."""
+    """A call that cannot be keyed; the message says which argument and why.
+
+    >>> signature(((object(),), {}), backend)
+    Traceback (most recent call last):
+    accel.signature.Uncapturable: argument [0] is a object, whose contents may change
+    """
 
 
 class Signature(NamedTuple):
@@ -44,6 +49,10 @@ class Signature(NamedTuple):
     `shapes` holds the tree and the tensors' metadata, `values` the plain values in tree order;
     these two are the key. `tensors` are the tensor leaves, each object once, `places` says where
     each of the values is.
+
+    >>> key = signature(((1,), {"scale": 2.0}), backend)
+    >>> [argument_name(place) for place in key.places], key.tensors
+    (['argument [0]', 'scale'], [])
     """
 
     shapes: tuple[Any, ...]
@@ -101,7 +110,11 @@ def argument_name(place: Place) -> str:
 
 
 class Container(NamedTuple):
-    """A container's children, their names or numbers, and how to build its like from others."""
+    """A container's children, their names or numbers, and how to build its like from others.
+
+    >>> opened({"a": 1}).names
+    ('a',)
+    """
 
     children: Sequence[Any]
     names: Sequence[Any]
@@ -109,7 +122,11 @@ class Container(NamedTuple):
 
 
 def opened(x: Any) -> Container | None:
-    """Takes a container apart; None if `x` is none that can be put together again."""
+    """Takes a container apart; None if `x` is none that can be put together again.
+
+    >>> opened([1, 2]).build([3, 4]), opened(5)
+    ([3, 4], None)
+    """
     kind = type(x)
     if kind in _LEAVES:
         return None
@@ -138,7 +155,11 @@ def _like(x: Any, put: Callable[..., None], names: Sequence[Any], children: list
 
 
 def nodes(x: Any) -> Iterator[tuple[Place, Any, Container | None]]:
-    """Everything in `x`, containers before what is in them, in order: (place, node, opened)."""
+    """Everything in `x`, containers before what is in them, in order: (place, node, opened).
+
+    >>> [(place, node) for place, node, _ in nodes({"a": [1]})]
+    [((), {'a': [1]}), (('a',), [1]), (('a', 0), 1)]
+    """
     ahead: list[tuple[Place, Any]] = [((), x)]
     while ahead:
         place, node = ahead.pop()
@@ -150,7 +171,11 @@ def nodes(x: Any) -> Iterator[tuple[Place, Any, Container | None]]:
 
 
 def leaves(x: Any) -> list[Any]:
-    """Everything in `x` that is no container, in order."""
+    """Everything in `x` that is no container, in order.
+
+    >>> leaves({"a": [1, 2], "b": (3,)})
+    [1, 2, 3]
+    """
     return [node for _, node, container in nodes(x) if container is None]
 
 
@@ -167,12 +192,20 @@ def map_tree(leaf: Callable[[Any], Any], x: Any) -> Any:
 
 
 def is_value(x: Any) -> bool:
-    """Whether `x` is a plain value: equal values mean equal calls."""
+    """Whether `x` is a plain value: equal values mean equal calls.
+
+    >>> is_value(1.5), is_value([])
+    (True, False)
+    """
     return isinstance(x, _VALUES)
 
 
 def host_bytes(x: torch.Tensor) -> tuple[int, ...]:
-    """The bytes of a small host tensor: part of the key, since recorded work bakes them in."""
+    """The bytes of a small host tensor: part of the key, since recorded work bakes them in.
+
+    >>> host_bytes(torch.tensor([1, 2], dtype=torch.uint8))
+    (1, 2)
+    """
     if x.numel() > SMALL_HOST_TENSOR:
         size = "x".join(map(str, x.shape))
         raise Uncapturable(f"a host tensor of {size} is an argument: move it to the device")
@@ -180,7 +213,11 @@ def host_bytes(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
-    """The values of `x` as a flat uint8 tensor: comparing bytes, not numbers, sees NaN and -0."""
+    """The values of `x` as a flat uint8 tensor: comparing bytes, not numbers, sees NaN and -0.
+
+    >>> bytes_of(torch.tensor([-0.0])).tolist()
+    [0, 0, 0, 128]
+    """
     flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8)
 
@@ -198,7 +235,12 @@ def _metadata(x: torch.Tensor, backend: Backend) -> tuple[Any, ...]:
 
 def misalignment(x: torch.Tensor, backend: Backend) -> int:
     """Bytes past an aligned address. A single element has no vectorised reads: 0, so that the
-    timesteps of a schedule, views at ever other offsets, share one signature."""
+    timesteps of a schedule, views at ever other offsets, share one signature.
+
+    >>> x = torch.ones(8, device=device)
+    >>> misalignment(x, backend), misalignment(x[1:], backend)
+    (0, 4)
+    """
     if x.is_cpu or x.numel() <= 1:
         return 0
     off = backend.address(x) % ALIGNMENT
@@ -206,7 +248,11 @@ def misalignment(x: torch.Tensor, backend: Backend) -> int:
 
 
 def distinct(x: torch.Tensor) -> torch.Tensor:
-    """`x` without its repetitions: expanded dimensions (stride 0) cut to one element."""
+    """`x` without its repetitions: expanded dimensions (stride 0) cut to one element.
+
+    >>> distinct(torch.ones(1).expand(3)).shape
+    torch.Size([1])
+    """
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         if stride == 0 and size > 1:
             x = x.narrow(dim, 0, 1)
@@ -214,13 +260,21 @@ def distinct(x: torch.Tensor) -> torch.Tensor:
 
 
 def span(x: torch.Tensor) -> int:
-    """How many elements of its storage lie between the first and the last of `x`, both included."""
+    """How many elements of its storage lie between the first and the last of `x`, both included.
+
+    >>> span(torch.ones(4)[::2])
+    3
+    """
     reach = sum((n - 1) * st for n, st in zip(x.shape, x.stride(), strict=True))
     return 1 + reach if x.numel() else 0
 
 
 def overlaps(x: torch.Tensor) -> bool:
-    """Whether two elements of `x` (without expanded dimensions) share memory."""
+    """Whether two elements of `x` (without expanded dimensions) share memory.
+
+    >>> overlaps(torch.ones(4).as_strided((2, 2), (1, 1))), overlaps(torch.ones(4)[::2])
+    (True, False)
+    """
     dims = sorted((st, n) for n, st in zip(x.shape, x.stride(), strict=True) if n > 1)
     reach = 0
     for stride, size in dims:
@@ -232,7 +286,11 @@ def overlaps(x: torch.Tensor) -> bool:
 
 def like_in_memory(x: torch.Tensor, backend: Backend) -> torch.Tensor:
     """An uninitialised tensor with the shape, exact strides, dtype, device and alignment of `x`;
-    an empty one has an address too, to be told from others by."""
+    an empty one has an address too, to be told from others by.
+
+    >>> like_in_memory(torch.ones(2, 3).t(), backend).stride()
+    (1, 3)
+    """
     skipped = misalignment(x, backend) // x.element_size()
     flat = torch.empty(skipped + max(span(x), 1), dtype=x.dtype, device=x.device)
     return laid_out(x, flat.untyped_storage(), skipped)
@@ -240,7 +298,12 @@ def like_in_memory(x: torch.Tensor, backend: Backend) -> torch.Tensor:
 
 def laid_out(x: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
     """A tensor like `x` over other memory, which begins `offset` elements in. Not a view: its base
-    would count as one more holder, and changes in place would not always be allowed."""
+    would count as one more holder, and changes in place would not always be allowed.
+
+    >>> x = torch.arange(4.0)
+    >>> laid_out(x[:2], x.untyped_storage(), 2).tolist()
+    [2.0, 3.0]
+    """
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
     return empty.set_(storage, offset, x.size(), x.stride())
 

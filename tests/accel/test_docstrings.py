@@ -15,6 +15,7 @@ import torch
 import accel
 import accel.patches
 from accel.backend import Backend
+from tests.accel.test_size import ENGINE as COUNTED
 
 ENGINE = [m.name for m in pkgutil.iter_modules(accel.__path__, "accel.") if not m.ispkg]
 PATCHES = [m.name for m in pkgutil.iter_modules(accel.patches.__path__, "accel.patches.")]
@@ -47,6 +48,18 @@ def test_examples(
 def test_the_engine_is_explained_by_examples() -> None:
     modules = [importlib.import_module(name) for name in ENGINE]
     assert sum(1 for module in modules for _ in examples(module)) >= 18
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_every_public_name_has_an_example(name: str) -> None:
+    module = importlib.import_module(f"accel.{name}")
+    public = {
+        key: found
+        for key, found in vars(module).items()
+        if not key.startswith("_") and getattr(found, "__module__", None) == module.__name__
+    }
+    assert public
+    assert [key for key, found in public.items() if ">>>" not in (found.__doc__ or "")] == []
 
 
 def test_an_example_that_does_not_hold_is_found() -> None:
