@@ -59,7 +59,8 @@ class Options:
 
 
 class Part:
-    """A module's `method`, patched. `after` is run after each of its calls.
+    """A module's `method`, patched. `after` is run after each of its calls; `is_encoder` says that
+    a pipeline takes hidden states from it and nothing else.
 
     >>> layer = nn.Linear(2, 2)
     >>> part = Part("layer", layer, "forward", Options())
@@ -77,6 +78,7 @@ class Part:
         method: str,
         options: Options,
         after: Callable[[], None] = lambda: None,
+        is_encoder: bool = False,
     ) -> None:
         self.name, self.module, self.options = name, module, options
         self._method, self._after = method, after
@@ -85,7 +87,7 @@ class Part:
         self._runner: GraphRunner | None = None
         self._first: tuple[dict[str, Any], str] | None = _first_parameter(module)
         self._install()
-        self._skips_cache = _has_unread_cache(module, self._patched)
+        self._unread_cache = _position_of_use_cache(self._patched) if is_encoder else None
 
     def _install(self) -> None:
         self._patched = PatchedMethod(self.module, self._method, self._call)
@@ -118,15 +120,14 @@ class Part:
         self._runner = None
 
     def _call(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._skips_cache and "use_cache" not in kwargs:
-            # A cache that nobody reads costs an upload a layer, and comes back as an opaque object.
-            kwargs["use_cache"] = False
         runner = self._runner_for(original)
         if runner is None:
             self.report.eager("the module is not on a CUDA device")
-            result = original(*args, **kwargs)
-        else:
-            result = runner(*args, **kwargs)
+            return original(*args, **kwargs)
+        if self._unread_cache is not None and len(args) <= self._unread_cache:
+            # A cache that nobody reads costs an upload a layer, and comes back as an opaque object.
+            kwargs.setdefault("use_cache", False)
+        result = runner(*args, **kwargs)
         self._after()  # while the device works
         return result
 
@@ -168,7 +169,8 @@ def _first_parameter(module: nn.Module) -> tuple[dict[str, Any], str] | None:
     return None
 
 
-def _has_unread_cache(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether this is a language model used as an encoder, which would fill a key/value cache."""
-    of_transformers = type(module).__module__.startswith("transformers.")
-    return of_transformers and "use_cache" in inspect.signature(forward).parameters
+def _position_of_use_cache(forward: Callable[..., Any]) -> int | None:
+    """Where a language model takes `use_cache`, None if it does not: a pipeline that uses one as a
+    text encoder leaves that unset, and reads no cache."""
+    names = list(inspect.signature(forward).parameters)
+    return names.index("use_cache") if "use_cache" in names else None

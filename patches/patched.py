@@ -23,8 +23,8 @@ _parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Part]] = weakref.WeakKe
 
 
 class Patched:
-    """An object's parts and their options. Holds neither the object nor its modules: a part lives
-    with its module.
+    """An object's parts and their options. Does not keep the object alive: a part of a pipeline is
+    held, that of a bare module lives with the module.
 
     >>> layer = nn.Linear(2, 2)
     >>> [part.name for part in Patched(layer, Options()).parts] in ([], ["module"])
@@ -35,6 +35,7 @@ class Patched:
         self.options = options
         self._obj = weakref.ref(obj)
         self._parts: list[weakref.ref[Part]] = []
+        self._held: list[Part] = []
         self._components: dict[str, weakref.ref[nn.Module]] = {}
         self._logged = False
         self.find_parts()
@@ -50,16 +51,20 @@ class Patched:
         if obj is None:
             return
         self._components = _components(obj)
-        self._parts = [
-            weakref.ref(self._part(name, module, method))
+        parts = [
+            self._part(name, module, method)
             for name, (module, method) in _methods(obj, self.options).items()
             if _can_ever_record(module)
         ]
+        self._parts = [weakref.ref(part) for part in parts]
+        # A hook older than a patch takes it off the module when it goes; it is put on again.
+        self._held = [] if isinstance(obj, nn.Module) else parts
 
     def _part(self, name: str, module: nn.Module, method: str) -> Part:
         known = _parts[module]() if module in _parts else None
         if known is None or not known.is_on:
-            known = Part(name, module, method, self.options, self.look_around)
+            is_encoder = "encoder" in name
+            known = Part(name, module, method, self.options, self.look_around, is_encoder)
             _parts[module] = weakref.ref(known)
         return known
 

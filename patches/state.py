@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -79,7 +79,9 @@ class _State:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._kept: list[Any] = list(modules)
-        self.values = [_state_of(module, self._kept) for module in modules]
+        self.values: list[Any] = [_state_of(module, self._kept) for module in modules]
+        for config in _configs(vars(module) for module in modules):
+            self.values.append(_value(vars(config), _DEPTH, self._kept))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _State) and self.values == other.values
@@ -102,6 +104,7 @@ def _watch(modules: list[nn.Module]) -> Callable[[], bool]:
     torchs = [m.__dict__ for m in modules if type(m).__module__.startswith("torch.")]
     owns = [m.__dict__ for m in modules if not type(m).__module__.startswith("torch.")]
     owns += [vars(x) for d in owns for x in d.values() if _is_processor(x)]
+    owns += [vars(x) for x in _configs(owns)]
     hooks = [m.__dict__[name] for m in modules for name in _HOOKS]
     registries = [r for d in owns if (r := d.get("_diffusers_hook")) is not None]
     looked_into = (*_BOXES, torch.Tensor)
@@ -158,6 +161,18 @@ def _value(x: Any, depth: int, kept: list[Any]) -> Any:
     if not depth or isinstance(x, (nn.Module, type)) or not _is_processor(x):
         return id(x)
     return id(x), tuple((key, _value(item, depth - 1, kept)) for key, item in vars(x).items())
+
+
+def _configs(attributes: Iterable[dict[str, Any]]) -> list[Any]:
+    """The configuration objects of transformers among attributes, and those inside them, each once:
+    all modules of a model share theirs."""
+    found = {id(x): x for own in attributes for x in own.values() if _is_config(x)}
+    inner = [vars(config) for config in found.values()]
+    return [*found.values(), *_configs(inner)] if inner else []
+
+
+def _is_config(x: Any) -> bool:
+    return type(x).__name__.endswith("Config") and hasattr(x, "to_dict")
 
 
 def _is_processor(x: Any) -> bool:
