@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Iterator
 from types import ModuleType
@@ -56,7 +57,9 @@ def test_every_public_name_has_an_example(name: str) -> None:
     public = {
         key: found
         for key, found in vars(module).items()
-        if not key.startswith("_") and getattr(found, "__module__", None) == module.__name__
+        if (inspect.isclass(found) or inspect.isfunction(found))
+        and found.__module__ == module.__name__
+        and not key.startswith("_")
     }
     assert public
     assert [key for key, found in public.items() if ">>>" not in (found.__doc__ or "")] == []
