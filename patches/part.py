@@ -151,13 +151,12 @@ class Part:
 
     def device(self) -> torch.device | None:
         """Where the module's first parameter is; None if it has none."""
-        if self._first is None or self._first[1] not in self._first[0]:
+        owner, name = self._first or ({}, "")
+        if owner.get(name) is None:
             self._first = _first_parameter(self.module)
-        if self._first is None:
-            return None
-        owner, name = self._first
-        device: torch.device = owner[name].device
-        return device
+            owner, name = self._first or ({}, "")
+        parameter = owner.get(name)
+        return None if parameter is None else parameter.device
 
 
 def _first_parameter(module: nn.Module) -> tuple[dict[str, Any], str] | None:
