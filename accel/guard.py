@@ -23,17 +23,57 @@ from accel.backend import Backend
 from accel.memory import Pool
 from accel.signature import identities, leaves
 
-_PROCESS_WIDE: tuple[Callable[[], Any], ...] = (
-    torch.get_float32_matmul_precision,
-    torch.are_deterministic_algorithms_enabled,
-    torch._C._get_cudnn_enabled,
-    torch._C._get_cudnn_benchmark,
-    torch._C._get_cudnn_deterministic,
-    torch._C._get_cudnn_allow_tf32,
-    torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+_PROCESS_WIDE = (
+    "get_float32_matmul_precision",
+    "are_deterministic_algorithms_enabled",
+    "is_deterministic_algorithms_warn_only_enabled",
+    "_C._get_cudnn_enabled",
+    "_C._get_cudnn_benchmark",
+    "_C._get_cudnn_deterministic",
+    "_C._get_cudnn_allow_tf32",
+    "_C._get_cublas_allow_fp16_reduced_precision_reduction",
+    "_C._get_cublas_allow_bf16_reduced_precision_reduction",
+    "_C._get_cublas_allow_fp16_accumulation",
+    "_C._get_math_sdp_allow_fp16_bf16_reduction",
+    "_C._get_fa3_sdp_enabled",
+    "_C._get_blas_preferred_backend",
+    "_C._get_linalg_preferred_backend",
 )
-"""Switches that choose kernels: part of every key, never turned by us."""
+"""Switches of torch that choose kernels: part of every key, never turned by us."""
+
+
+@functools.cache
+def _readers() -> list[Callable[[], Any]]:
+    """Those that this version of torch has, and its float32 precisions by operation."""
+    owners = [(torch._C, n[3:]) if n.startswith("_C.") else (torch, n) for n in _PROCESS_WIDE]
+    precision = torch._C._get_fp32_precision_getter
+    return [
+        *(getattr(owner, name) for owner, name in owners if hasattr(owner, name)),
+        *(functools.partial(precision, "cuda", operation) for operation in ("conv", "rnn")),
+        _matmul_precision,
+        functools.partial(getattr, torch.utils.deterministic, "fill_uninitialized_memory"),
+    ]
+
+
+def _matmul_precision() -> str:
+    """What "none" stands for: the precision of everything, by default full."""
+    general, own = (
+        torch._C._get_fp32_precision_getter(*which)
+        for which in (("generic", "all"), ("cuda", "matmul"))
+    )
+    return str(next((x for x in (own, general) if x != "none"), "ieee"))
+
+
+def _kernel_choices() -> tuple[Any, ...]:
+    return tuple(map(_setting, _readers()))
+
+
+def _setting(read: Callable[[], Any]) -> Any:
+    """A switch's setting; old switches refuse to answer once the new interface has set another."""
+    try:
+        return read()
+    except RuntimeError:
+        return "set by another interface"
 
 
 class Ambient:
@@ -56,7 +96,7 @@ class Ambient:
     @property
     def key(self) -> tuple[Any, ...]:
         """The switches as a hashable value, with the process-wide ones that choose kernels."""
-        return (self._device, *self._settings, *(read() for read in _PROCESS_WIDE))
+        return (self._device, *self._settings, *_kernel_choices())
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from accel.graph import GuardMiss
 from accel.guard import Ambient, WeightGuard
@@ -161,6 +163,7 @@ class GraphRunner:
         return bool(
             getattr(_thread, "inside", False)
             or torch._C._len_torch_dispatch_stack()
+            or (torch._C._len_torch_function_stack() and _foreign_function_mode())
             or torch.compiler.is_compiling()
             or torch._C._functorch.peek_interpreter_stack() is not None
             or self._backend.is_capturing()
@@ -355,6 +358,11 @@ class GraphRunner:
         else:
             entry.decline(reason)
         return result
+
+
+def _foreign_function_mode() -> bool:
+    """Whether a mode other than torch's own default device changes what functions do."""
+    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
 def _failure(error: Exception) -> str:

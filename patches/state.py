@@ -135,7 +135,7 @@ def _watch(modules: list[nn.Module]) -> Callable[[], bool]:
             [attributes.get("training") for attributes in torchs],
             list(map(type, modules)),
             list(map(type, helpers)),
-            [kind.forward for kind in kinds],
+            [getattr(kind, "forward", None) for kind in kinds],
             [tuple(hook) for hook in hooks if hook],
             [_hooks_of_registry(registry, seen) for registry in registries],
             [_value(box, _DEPTH, seen) for box in boxes],
