@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from accel.runner import GraphRunner
+from tests.accel.common import MakeRunner, MakeTwin, counts, net, scribble
 from tests.accel.same import assert_same
 from tests.accel.twin import Twin
-
-MakeTwin = Callable[..., Twin]
-MakeRunner = Callable[..., GraphRunner]
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8), nn.LayerNorm(8))
-
-
-def counts(runner: GraphRunner) -> tuple[int, int, int]:
-    report = runner.report
-    return report.captures, report.replays, report.eager_calls
-
-
-def scribble(device: torch.device, sizes: tuple[int, ...] = (64, 256, 1024, 4096)) -> None:
-    """Takes, fills and frees memory: whatever was freed by mistake now holds something else."""
-    taken = [torch.full((n,), 1e9, device=device) for n in sizes for _ in range(8)]
-    del taken
 
 
 def _seeded(seed: int) -> torch.Generator:

@@ -47,7 +47,9 @@ def test_lines_are_counted_without_blanks_and_docstrings(tmp_path: Path) -> None
     assert lines_of_code(path) == 3
 
 
-@pytest.mark.xfail(strict=True, reason="1,560 lines: the second draft is still 30 % too large")
+@pytest.mark.xfail(
+    strict=True, reason="1,594 lines: the second draft is still a third too large: docs/plan.md"
+)
 def test_the_engine_is_small() -> None:
     room = Path(accel.__file__).parent
     sizes = {name: lines_of_code(room / f"{name}.py") for name in ENGINE}
