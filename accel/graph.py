@@ -255,8 +255,9 @@ class Recording:
         try:
             yield
         finally:
-            _thread.recording, self.paused = self, False
+            _thread.recording = self
         self.open()
+        self.paused = False  # not before: opening a segment writes the generator's seed
 
     def run_break(
         self, function: Callable[..., Any], args: Any, kwargs: Any, pure: bool, ambient: Any = None

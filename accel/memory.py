@@ -86,8 +86,10 @@ class Pool:
         """Makes sure that the pool's id outlives its graphs. Call on the pool's stream."""
         if self._anchor is None:
             anchor = self.backend.segment(self.id)
-            anchor.begin()
-            anchor.end()
+            # The first segment makes the random generator's tensors, for all graphs to come.
+            with torch.inference_mode(False):
+                anchor.begin()
+                anchor.end()
             self._anchor = anchor
 
     @contextlib.contextmanager

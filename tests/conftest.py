@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from accel.backend import Backend, backend_for, register_backend
+from tests.simulated import new_device
 
 GPU_COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -22,10 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _simulated_device() -> torch.device:
-    from tests.simulated import SimulatedBackend, reset_device
-
-    register_backend("sim", SimulatedBackend)
-    reset_device()
+    register_backend("sim", new_device())
     return torch.device("sim:0")
 
 

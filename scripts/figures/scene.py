@@ -17,7 +17,7 @@ from accel.recorded import Recorded
 from accel.runner import GraphRunner
 from figures.example import forward, twelve_ops
 from figures.trace import Trace
-from tests.simulated import SimulatedBackend, reset_device
+from tests.simulated import new_device
 from tests.simulated.device import card
 
 SIDE = 32
@@ -97,6 +97,5 @@ def _race_of(capture: Any, host: float, device: float) -> tuple[tuple[Trace, Tra
 
 
 def _new_device() -> torch.device:
-    register_backend("sim", SimulatedBackend)
-    reset_device()
+    register_backend("sim", new_device())
     return torch.device("sim:0")

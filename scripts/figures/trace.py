@@ -58,6 +58,7 @@ class Trace:
         with contextlib.ExitStack() as stack:
             for owner, name, watch in (
                 (type(card), "issued", self._issued),
+                (type(card), "write_seed", self._skip),
                 (type(card), "read_by_host", self._read),
                 (type(card), "synchronize", self._read),
                 (SimulatedSegment, "end", self._end),
@@ -76,6 +77,9 @@ class Trace:
         if not self.phases or self.phases[-1].kind not in ("eager", "break"):
             self.phases.append(Phase("eager"))
         self.phases[-1].names.append(name)
+
+    def _skip(self, original: Callable[..., Any], *args: Any) -> None:
+        """Not drawn: what the device itself does as each segment begins."""
 
     def _read(self, original: Callable[..., Any], *args: Any) -> Any:
         host = card.clock.host

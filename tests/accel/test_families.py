@@ -5,6 +5,7 @@ Fresh latents, prompts and timesteps at every call, a second shape, and back to 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,8 +26,20 @@ NEVER_RECORDED = {
     "omnigen": "the forward changes its own state",  # it replaces its table in every call
 }
 """Families that no recording fits, and what the report says about them."""
+NOT_DETERMINISTIC = {"nucleus"}
+"""Its experts' shares are added up in any order: on a GPU two eager calls differ, unless torch is
+asked for deterministic algorithms."""
 NEVER_REPLAYED = {"hidream"}
 """Experts' loads, other ones in every call, steer Python: each recording fits its own call only."""
+
+
+@pytest.fixture(autouse=True)
+def deterministic(request: pytest.FixtureRequest) -> Iterator[None]:
+    call = getattr(request.node, "callspec", None)
+    wanted = call is not None and call.params["name"] in NOT_DETERMINISTIC
+    torch.use_deterministic_algorithms(wanted, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def moved(tree: Any, device: torch.device | str) -> Any:

@@ -126,22 +126,12 @@ class SimulatedBackend:
         return card.aborts
 
     def set_total_memory(self, nbytes: int) -> None:
-        """The size of the card, for out-of-memory tests. `reset_device` restores it."""
+        """The size of the card, for out-of-memory tests. `new_device` restores it."""
         arena.total = nbytes
 
     def block_of(self, tensor: torch.Tensor) -> int:
         """The address of the block that `tensor` lies in."""
         return tensor.untyped_storage().data_ptr()
-
-
-def reset_device() -> None:
-    """A new device as far as pools, failures, clock, counters and random numbers go."""
-    card.reset()
-
-
-def python_asks_is_capturing() -> bool:
-    """What a model's Python would hear if it asked whether its stream records."""
-    return tensors.module.is_current_stream_capturing()
 
 
 @contextmanager

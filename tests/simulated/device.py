@@ -6,10 +6,12 @@ says when it would have. It knows nothing of operators or of recordings beyond w
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections import Counter
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 
@@ -23,10 +25,6 @@ if TYPE_CHECKING:
 
 WORKSPACE_BYTES = 4096
 SCRIBBLE = 0xA5
-
-
-class CaptureError(RuntimeError):
-    """What the device says to work that a recording cannot hold."""
 
 
 class Stream:
@@ -67,6 +65,8 @@ class Device:
         arena.total = TOTAL_BYTES
         arena.forget_pools()
         self.epoch += 1
+        self.seed: torch.Tensor | None = None
+        self.segments: WeakSet[SimulatedSegment] = WeakSet()
         self.clock = Clock()
         self.counters = Counters()
         self.handles: set[tuple[int, int]] = set()
@@ -122,6 +122,16 @@ class Device:
         if stream.segment is not None:
             raise stream.segment.refuse("the creation of a math library's handle")
         self.handles.add((threading.get_ident(), stream.stream_id))
+
+    def write_seed(self, segment: SimulatedSegment) -> None:
+        """What the first segment makes for all to come, and each writes as it begins: the random
+        generator's seed. Ordinary tensors and operators, that modes see, as on CUDA."""
+        if not self.segments or self.seed is None:
+            self.seed = torch.empty(1, dtype=torch.int64, device=tensors.SIM)
+        self.segments.add(segment)
+        counters, host = copy.deepcopy(self.counters), self.clock.host
+        self.seed.fill_(0)
+        self.counters, self.clock.host = counters, host
 
     def drop_workspace(self, stream: Stream) -> None:
         pool, address = self.workspaces.pop(stream, (None, 0))

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from tests.simulated.arena import Pool
-from tests.simulated.device import CaptureError, Stream, card, scribble
+from tests.simulated.device import Stream, card, scribble
+from tests.simulated.errors import CaptureError
 from tests.simulated.tensors import arena, poison, quiet, span
 
 
@@ -81,6 +82,7 @@ class SimulatedSegment:
         pool = arena.pools.get(self._pool_id)
         _check_may_record(stream, pool, self._pool_id, self._stream is not None)
         assert pool is not None
+        card.write_seed(self)
         pool.opened, pool.segments = True, pool.segments + 1
         self.pool, self._stream = pool, stream
         pool.recording, stream.segment = True, self
@@ -120,7 +122,7 @@ class SimulatedSegment:
         return CaptureError(f"sim error: operation not permitted when stream is capturing ({what})")
 
     def __del__(self) -> None:
-        if self._stream is None or self._epoch != card.epoch:
+        if self._stream is None or card is None or self._epoch != card.epoch:  # card: at exit
             return
         if self.invalid:
             card.aborts += 1

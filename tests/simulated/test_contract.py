@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,10 +154,10 @@ def test_events_tell_device_time(backend: Backend, device: torch.device, stream:
     x = torch.ones(64, 64, device=device)
     with backend.on_stream(stream):
         backend.wait_stream(stream, torch_default(backend, device))
-        begun, start = backend.now(), backend.record_event(stream)
+        begun, start = backend.now(), backend.record_event(stream, timing=True)
         for _ in range(20):
             x = x.mul(1.0)
-        end = backend.record_event(stream)
+        end = backend.record_event(stream, timing=True)
         end.synchronize()
     assert start.elapsed_time(end) > 0
     assert backend.now() > begun
@@ -169,3 +172,14 @@ def test_memory_figures_are_consistent(backend: Backend, device: torch.device) -
     del x
     backend.empty_cache()
     assert backend.reserved_bytes(device) <= before - (8 << 20)
+
+
+def test_collecting_tests_does_not_make_torch_know_the_simulated_device() -> None:
+    """With a third party's device torch's autograd for CUDA fails in the whole process."""
+    program = (
+        "import sys, pytest, torch\n"
+        "assert pytest.main(['--collect-only', '-q', 'tests', '-p', 'no:cacheprovider']) == 0\n"
+        "assert torch._C._get_privateuse1_backend_name() == 'privateuseone'\n"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, capture_output=True)

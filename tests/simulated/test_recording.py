@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.simulated import CaptureError, python_asks_is_capturing
+from tests.simulated.errors import CaptureError
 
 Record = Callable[..., tuple[Any, Any]]
 
@@ -256,12 +256,12 @@ def test_other_streams_and_threads_run_while_one_records(
 def test_who_hears_that_a_stream_records(sim: torch.device, backend: Any, record: Record) -> None:
     def ask() -> list[bool]:
         with backend.hide_capturing():
-            hidden = [backend.is_capturing(), python_asks_is_capturing()]
-        return [*hidden, backend.is_capturing(), python_asks_is_capturing()]
+            hidden = [backend.is_capturing(), torch.sim.is_current_stream_capturing()]
+        return [*hidden, backend.is_capturing(), torch.sim.is_current_stream_capturing()]
 
     assert record(ask)[1] == [True, False, True, True]
     assert not backend.is_capturing()
-    assert not python_asks_is_capturing()
+    assert not torch.sim.is_current_stream_capturing()
 
 
 def test_the_default_stream_does_not_record(backend: Any, pool: Any) -> None:

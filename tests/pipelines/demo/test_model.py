@@ -44,12 +44,6 @@ def pictures() -> list[Image.Image]:
     return drawn
 
 
-UNDERTRAINED = pytest.mark.xfail(
-    strict=True, reason="eight minutes of training reach 48 and 39: docs/plan.md, demo model"
-)
-
-
-@UNDERTRAINED
 def test_at_least_54_of_60_prompts_show_what_they_ask_for(pictures: list[Image.Image]) -> None:
     assert len({entry["prompt"] for entry in PROMPTS}) == 60
     failures = {
@@ -60,7 +54,6 @@ def test_at_least_54_of_60_prompts_show_what_they_ask_for(pictures: list[Image.I
     assert len(PROMPTS) - len(failures) >= NEEDED, failures
 
 
-@UNDERTRAINED
 def test_most_silhouettes_are_the_shapes_asked_for(pictures: list[Image.Image]) -> None:
     right = sum(
         not complaints(picture, Expectation.from_dict(entry))
