@@ -377,8 +377,8 @@ def _surroundings(backend: Backend, recording: Recording) -> Iterator[None]:
     collection may destroy someone's graphs and events, and takes longer than the recording.
     """
     with contextlib.ExitStack() as stack:
-        for context in torch.inference_mode(False), torch.no_grad(), backend.hide_capturing():
-            stack.enter_context(context)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(backend.hide_capturing())
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         stack.callback(gc.enable if gc.isenabled() else gc.disable)

@@ -86,18 +86,17 @@ class Pool:
         """Makes sure that the pool's id outlives its graphs. Call on the pool's stream."""
         if self._anchor is None:
             anchor = self.backend.segment(self.id)
-            # The first segment makes the random generator's tensors, for all graphs to come.
-            with torch.inference_mode(False):
-                anchor.begin()
-                anchor.end()
+            anchor.begin()
+            anchor.end()
             self._anchor = anchor
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """The pool's stream as current stream, after all earlier work, its libraries' handles made;
-        what the caller's stream does next waits for it."""
+        what the caller's stream does next waits for it. Outside inference mode: tensors made in it,
+        such as a random generator's seed at the first recording, could not be written later."""
         caller = self.backend.current_stream(self.device)
-        with self.use():
+        with self.use(), torch.inference_mode(False):
             self.backend.wait_stream(self.stream, caller)
             with self.backend.on_stream(self.stream):
                 self._warm_up()

@@ -24,6 +24,12 @@ MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "do
 MATRIX_PRODUCTS |= {"_scaled_mm", "_grouped_mm", "_addmm_activation"}
 
 
+def _refuse_inference_tensors(written: list[Tensor]) -> None:
+    """As torch itself does for single tensors, before the device is asked."""
+    if any(x.is_inference() for x in written):
+        raise RuntimeError("Inplace update to inference tensor outside InferenceMode: not allowed")
+
+
 class Operator:
     """One aten overload on the device.
 
@@ -42,6 +48,7 @@ class Operator:
         self.makes_new = any(place is None for place in self.returned) and bool(self.returned)
         self.resizes = any(isinstance(place, str) for place in self.written.values())
         self.draws = torch.Tag.nondeterministic_seeded in overload.tags
+        self.writes_lists = self.name.startswith("_foreach") and schema.name.endswith("_")
         self.run = _seeded(overload) if self.draws else _redispatch(overload)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -51,6 +58,8 @@ class Operator:
         return self.call(args, kwargs)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.writes_lists and not torch.is_inference_mode_enabled():
+            _refuse_inference_tensors(args[0])
         stream = card.current_stream()
         workspace = card.workspace(stream) if self.multiplies else 0
         if stream.segment is not None:
