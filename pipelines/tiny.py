@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
+from accel.pipelines.tiny_controlnets import CONTROLNET_FAMILIES
 from accel.pipelines.tiny_family import Family
 from accel.pipelines.tiny_images import IMAGE_FAMILIES
 from accel.pipelines.tiny_more_images import MORE_IMAGE_FAMILIES
+from accel.pipelines.tiny_more_unets import MORE_UNET_FAMILIES
+from accel.pipelines.tiny_older_images import OLDER_IMAGE_FAMILIES
 from accel.pipelines.tiny_recipes import RECIPES
 from accel.pipelines.tiny_unets import UNET_FAMILIES
 from accel.pipelines.tiny_videos import VIDEO_FAMILIES
@@ -21,7 +24,10 @@ from accel.pipelines.tiny_videos import VIDEO_FAMILIES
 FAMILIES: dict[str, Family] = {
     **IMAGE_FAMILIES,
     **MORE_IMAGE_FAMILIES,
+    **OLDER_IMAGE_FAMILIES,
     **UNET_FAMILIES,
+    **MORE_UNET_FAMILIES,
+    **CONTROLNET_FAMILIES,
     **VIDEO_FAMILIES,
 }
 """Every tiny denoiser by name; `FAMILIES["flux"].make(seed)` and `.inputs(seed, variant)`."""

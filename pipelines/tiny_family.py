@@ -1,7 +1,7 @@
 """What a tiny denoiser family is, and the random tensors its calls are made of.
 
 Knows how to build a model from a diffusers class name and a configuration, and how to draw
-reproducible arguments. Which families exist is written in `tiny_images` and `tiny_videos`.
+reproducible arguments. Which families exist is written in the other `tiny_*` modules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accel.pipelines.random_weights import build
-from accel.pipelines.recipe import Part
+from accel.pipelines.recipe import Part, stock_class
 
 
 class Draw:
@@ -55,17 +55,23 @@ class Family:
     A class that fixes a width itself makes its family larger, up to 4.4 million parameters.
 
     `arguments(draw, variant)` returns the keyword arguments of one forward; variants 0 and 1 differ
-    in shape (picture size or prompt length). `time` names the argument that carries the timestep.
+    in shape (picture size or prompt length). `time` names the argument that carries the timestep;
+    what tells how far a picture is, where there is none. `build` makes the module where the class
+    and a configuration do not suffice. `takes_return_dict` is False for a class whose forward knows
+    no such argument.
     """
 
     kind: str
     config: Mapping[str, Any]
     arguments: Callable[[Draw, int], dict[str, Any]]
     time: str = "timestep"
+    build: Callable[[], nn.Module] | None = None
+    takes_return_dict: bool = True
 
     def make(self, seed: int = 0) -> nn.Module:
         """The diffusers model with random weights, in eval mode, on the CPU in float32."""
-        return build(Part(self.kind, self.config).make, "cpu", torch.float32, seed)
+        make = self.build or Part(self.kind, self.config).make
+        return build(make, "cpu", torch.float32, seed)
 
     def inputs(self, seed: int = 0, variant: int = 0) -> dict[str, Any]:
         """Keyword arguments of one forward, fresh tensors every call.
@@ -76,7 +82,23 @@ class Family:
         """
         if variant not in (0, 1):
             raise ValueError(f"{self.kind} has variants 0 and 1, got variant={variant!r}")
-        return {"return_dict": False, **self.arguments(Draw(seed), variant)}
+        asked = {"return_dict": False} if self.takes_return_dict else {}
+        return {**asked, **self.arguments(Draw(seed), variant)}
+
+
+def several(
+    kind: str,
+    one: Part,
+    arguments: Callable[[Draw, int], dict[str, Any]],
+    count: int = 2,
+) -> Family:
+    """The family of a class that is made of a list of `count` models like `one`."""
+
+    def build_all() -> nn.Module:
+        made: nn.Module = stock_class(kind)([one.make() for _ in range(count)])
+        return made
+
+    return Family(kind, one.config, arguments, build=build_all)
 
 
 def mask(batch: int, length: int, real: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:

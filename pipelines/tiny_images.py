@@ -16,7 +16,7 @@ SIZES = ((8, 8), (8, 12))  # latent rows and columns of variants 0 and 1
 LENGTHS = (7, 9)  # prompt tokens of variants 0 and 1
 
 
-def _flux(draw: Draw, variant: int) -> dict[str, Any]:
+def flux(draw: Draw, variant: int) -> dict[str, Any]:
     (rows, columns), length = SIZES[variant], LENGTHS[variant]
     return {
         "hidden_states": draw.normal(1, rows * columns, 4),
@@ -45,7 +45,7 @@ def _flux2(draw: Draw, variant: int) -> dict[str, Any]:
     }
 
 
-def _qwen_image(draw: Draw, variant: int, real: int | None = None) -> dict[str, Any]:
+def qwen_image(draw: Draw, variant: int, real: int | None = None) -> dict[str, Any]:
     (rows, columns), length = SIZES[variant], LENGTHS[variant]
     return {
         "hidden_states": draw.normal(1, rows * columns, 16),
@@ -59,18 +59,18 @@ def _qwen_image(draw: Draw, variant: int, real: int | None = None) -> dict[str, 
 
 
 def _qwen_image_masked(draw: Draw, variant: int) -> dict[str, Any]:
-    return _qwen_image(draw, variant, real=LENGTHS[variant] - 2)
+    return qwen_image(draw, variant, real=LENGTHS[variant] - 2)
 
 
 def _qwen_image_edit(draw: Draw, variant: int) -> dict[str, Any]:
     rows, columns = SIZES[variant]
-    call = _qwen_image(draw, variant)
+    call = qwen_image(draw, variant)
     call["hidden_states"] = draw.normal(1, rows * columns + 16, 16)
     call["img_shapes"] = [[(1, rows, columns), (1, 4, 4)]]
     return call
 
 
-def _z_image(draw: Draw, variant: int) -> dict[str, Any]:
+def z_image(draw: Draw, variant: int) -> dict[str, Any]:
     (rows, columns), length = SIZES[variant], LENGTHS[variant]
     return {
         "x": [draw.normal(4, 1, rows, columns), draw.normal(4, 1, rows, columns)],
@@ -80,7 +80,7 @@ def _z_image(draw: Draw, variant: int) -> dict[str, Any]:
     }
 
 
-def _sd3(draw: Draw, variant: int) -> dict[str, Any]:
+def sd3(draw: Draw, variant: int) -> dict[str, Any]:
     (rows, columns), length = SIZES[variant], LENGTHS[variant]
     return {
         "hidden_states": draw.normal(2, 4, rows, columns),
@@ -91,7 +91,7 @@ def _sd3(draw: Draw, variant: int) -> dict[str, Any]:
     }
 
 
-def _sana(draw: Draw, variant: int) -> dict[str, Any]:
+def sana(draw: Draw, variant: int) -> dict[str, Any]:
     (rows, columns), length = SIZES[variant], LENGTHS[variant]
     return {
         "hidden_states": draw.normal(2, 4, rows, columns),
@@ -344,16 +344,16 @@ FLUX2 = {**FLUX, "timestep_guidance_channels": 32, "axes_dims_rope": (4, 4, 4, 4
 BRIA = {**FLUX, "in_channels": 4, "axes_dims_rope": (4, 4, 8)}
 
 IMAGE_FAMILIES: dict[str, Family] = {
-    "flux": Family("FluxTransformer2DModel", GUIDED_FLUX, _flux),
+    "flux": Family("FluxTransformer2DModel", GUIDED_FLUX, flux),
     "flux2": Family("Flux2Transformer2DModel", FLUX2, _flux2),
-    "qwenimage": Family("QwenImageTransformer2DModel", QWEN_IMAGE, _qwen_image),
+    "qwenimage": Family("QwenImageTransformer2DModel", QWEN_IMAGE, qwen_image),
     "qwenimage_masked": Family("QwenImageTransformer2DModel", QWEN_IMAGE, _qwen_image_masked),
     "qwenimage_edit": Family(
         "QwenImageTransformer2DModel", {**QWEN_IMAGE, "zero_cond_t": True}, _qwen_image_edit
     ),
-    "zimage": Family("ZImageTransformer2DModel", Z_IMAGE, _z_image, time="t"),
-    "sd3": Family("SD3Transformer2DModel", SD3, _sd3),
-    "sana": Family("SanaTransformer2DModel", SANA, _sana),
+    "zimage": Family("ZImageTransformer2DModel", Z_IMAGE, z_image, time="t"),
+    "sd3": Family("SD3Transformer2DModel", SD3, sd3),
+    "sana": Family("SanaTransformer2DModel", SANA, sana),
     "pixart": Family("PixArtTransformer2DModel", PIXART, _pixart),
     "auraflow": Family("AuraFlowTransformer2DModel", AURAFLOW, _auraflow),
     "lumina2": Family("Lumina2Transformer2DModel", LUMINA2, _lumina2),

@@ -16,7 +16,7 @@ from accel.pipelines.tiny_images import SIZES
 FRAMES = 2  # latent frames of the video families
 
 
-def _unet(draw: Draw, variant: int) -> dict[str, Any]:
+def unet(draw: Draw, variant: int) -> dict[str, Any]:
     rows, columns = SIZES[variant]
     return {
         "sample": draw.normal(2, 4, rows, columns),
@@ -28,11 +28,11 @@ def _unet(draw: Draw, variant: int) -> dict[str, Any]:
     }
 
 
-def _sdxl(draw: Draw, variant: int) -> dict[str, Any]:
+def sdxl(draw: Draw, variant: int) -> dict[str, Any]:
     rows, columns = SIZES[variant]
     sizes = torch.tensor([[8.0 * rows, 8.0 * columns, 0.0, 0.0, 8.0 * rows, 8.0 * columns]])
     added = {"text_embeds": draw.normal(2, 32), "time_ids": sizes.repeat(2, 1)}
-    return {**_unet(draw, variant), "added_cond_kwargs": added}
+    return {**unet(draw, variant), "added_cond_kwargs": added}
 
 
 def _svd(draw: Draw, variant: int) -> dict[str, Any]:
@@ -130,8 +130,8 @@ UNCONDITIONAL = {
     "norm_num_groups": 8,
 }
 UNET_FAMILIES: dict[str, Family] = {
-    "sd15": Family("UNet2DConditionModel", SD15, _unet),
-    "sdxl": Family("UNet2DConditionModel", SDXL, _sdxl),
+    "sd15": Family("UNet2DConditionModel", SD15, unet),
+    "sdxl": Family("UNet2DConditionModel", SDXL, sdxl),
     "svd": Family("UNetSpatioTemporalConditionModel", SVD, _svd),
     "animatediff": Family("UNetMotionModel", ANIMATEDIFF, _animatediff),
     "text_to_video": Family("UNet3DConditionModel", TEXT_TO_VIDEO, _text_to_video),
