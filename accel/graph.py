@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
+from torch import nn
 
 from accel.backend import Backend
 from accel.guard import Ambient, Held
@@ -44,6 +45,9 @@ class GuardMiss(Exception):
     Traceback (most recent call last):
     accel.graph.GuardMiss: aten::_local_scalar_dense returned 1.0, in the recording 0.0
     """
+
+    owner: type[nn.Module] | None = None
+    """The class of the innermost module around what was guarded, if there is one."""
 
 
 class Refused(Uncapturable):
@@ -120,6 +124,7 @@ class Break:
         self, function: Callable[..., Any], args: Any, kwargs: Any, pool: Pool, ambient: Any
     ) -> None:
         self.what = getattr(function, "__qualname__", None) or str(function)
+        self.where, self.owner = _caller()
         self.guarded = False
         self.buffers: list[torch.Tensor] = []
         self._function, self._args, self._kwargs = function, args, kwargs
@@ -170,23 +175,28 @@ class Break:
         news = leaves(self._run())
         self._settle()
         if len(news) != len(self._targets):
-            raise GuardMiss(f"{self.what} returned another structure")
+            raise self._miss("returned another structure")
         for new, old in zip(news, self._targets, strict=True):
             if isinstance(old, torch.Tensor):
                 self._deliver(new, old)
             elif type(new) is not type(old) or repr(new) != repr(old):
-                raise GuardMiss(f"{self.what} returned {new!r}, in the recording {old!r}")
+                raise self._miss(f"returned {new!r}, in the recording {old!r}")
+
+    def _miss(self, how: str) -> GuardMiss:
+        miss = GuardMiss(f"{self.what} {how}")
+        miss.owner = self.owner
+        return miss
 
     def _deliver(self, new: Any, old: torch.Tensor) -> None:
         if not isinstance(new, torch.Tensor) or (new.device, new.dtype) != (old.device, old.dtype):
-            raise GuardMiss(f"{self.what} returned another kind of value")
+            raise self._miss("returned another kind of value")
         if new.shape != old.shape:
             shapes = f"shape {tuple(new.shape)}, in the recording {tuple(old.shape)}"
-            raise GuardMiss(f"{self.what} returned {shapes}")
+            raise self._miss(f"returned {shapes}")
         address = self._pool.backend.address
         if old.is_cpu:
             if not torch.equal(bytes_of(new), bytes_of(old)):
-                raise GuardMiss(f"{self.what} brought other values to the host")
+                raise self._miss("brought other values to the host")
         elif (address(new), new.stride()) != (address(old), old.stride()):
             distinct(old).copy_(distinct(new) if new.stride() == old.stride() else new)
 
@@ -260,10 +270,16 @@ class Recording:
         self.paused = False  # not before: opening a segment writes the generator's seed
 
     def run_break(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, pure: bool, ambient: Any = None
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        pure: bool,
+        ambient: Ambient | None = None,
+        kind: str = "automatic",
     ) -> Any:
-        """Runs `function` as a break and returns its result in buffers. An `ambient` makes it an
-        explicit one. Raises `Refused` if a guard would have to undo what cannot be undone."""
+        """Runs `function` as a break, in the context of `ambient`, and returns its result in
+        buffers. Raises `Refused` if a guard would have to undo what cannot be undone."""
         step = Break(function, args, kwargs, self.graph.pool, ambient)
         with self.interrupted():
             result = step.first_run()
@@ -274,8 +290,7 @@ class Recording:
         if not pure:
             self.effect = self.effect or f"the break {step.what} has run"
         self.graph.steps.append(step)
-        kind = "explicit" if ambient else "automatic"
-        self.graph.breaks.append(BreakReport(_caller(), step.what, kind, step.guarded))
+        self.graph.breaks.append(BreakReport(step.where, step.what, kind, step.guarded))
         self.adopt([x for x in leaves(result) if not _on_device(x)])
         self.adopt(step.buffers)
         return result
@@ -310,6 +325,7 @@ class Recording:
                 segment.end()
                 pool.bury([segment])
             except Exception:
+                pool.may_cut &= self.graph.segments <= len(self.graph.breaks)
                 pool.abandon(segment)
                 self.graph.steps = []
         self.graph.discard()
@@ -414,14 +430,25 @@ def eager_on_graph(function: Callable[P, R] | None = None, /, *, pure: bool = Fa
     """
     if function is None:
         return functools.partial(eager_on_graph, pure=pure)
+    return as_break(function, pure, "explicit")
+
+
+def as_break(function: Callable[..., R], pure: bool, kind: str) -> Callable[..., R]:
+    """`function`, a break of that kind wherever it is recorded (see `eager_on_graph`).
+
+    >>> with capture(BreakableGraph(Pool(device))) as recording:
+    ...     y = as_break(torch.ones, pure=True, kind="module")(2, device=device)
+    >>> recording.graph.breaks[0].kind
+    'module'
+    """
 
     @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         recording = current_recording()
         if recording is None:
             return function(*args, **kwargs)
         ambient = Ambient(recording.graph.pool.device.type)
-        return recording.run_break(function, args, kwargs, pure, ambient)
+        return recording.run_break(function, args, kwargs, pure, ambient, kind)
 
     return run
 
@@ -441,10 +468,14 @@ def break_graph() -> None:
     """
 
 
-def _caller() -> str:
-    """The source line of the model that led to a break: the nearest frame outside torch and us."""
+def _caller() -> tuple[str, type[nn.Module] | None]:
+    """What led to a break, outside torch and us: the nearest source line, the nearest module."""
+    where = "unknown"
     for frame, line in traceback.walk_stack(None):
-        module = frame.f_globals.get("__name__", "")
+        module, owner = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
         if not module.startswith(("torch.", "accel.graph", "accel.record", "contextlib")):
-            return f"{frame.f_code.co_filename.split('/site-packages/')[-1]}:{line}"
-    return "unknown"
+            if where == "unknown":
+                where = f"{frame.f_code.co_filename.split('/site-packages/')[-1]}:{line}"
+            if isinstance(owner, nn.Module):
+                return where, type(owner)
+    return where, None

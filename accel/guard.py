@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 import random
 import sys
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,51 +21,41 @@ from torch import nn
 
 from accel.backend import Backend
 from accel.memory import Pool
-from accel.signature import identities, leaves
 
-_PROCESS_WIDE = (
-    "get_float32_matmul_precision",
-    "are_deterministic_algorithms_enabled",
-    "is_deterministic_algorithms_warn_only_enabled",
-    "_C._get_cudnn_enabled",
-    "_C._get_cudnn_benchmark",
-    "_C._get_cudnn_deterministic",
-    "_C._get_cudnn_allow_tf32",
-    "_C._get_cublas_allow_fp16_reduced_precision_reduction",
-    "_C._get_cublas_allow_bf16_reduced_precision_reduction",
-    "_C._get_cublas_allow_fp16_accumulation",
-    "_C._get_math_sdp_allow_fp16_bf16_reduction",
-    "_C._get_fa3_sdp_enabled",
-    "_C._get_blas_preferred_backend",
-    "_C._get_linalg_preferred_backend",
+_KERNEL_CHOICES = (
+    "_get_float32_matmul_precision",
+    "_get_deterministic_algorithms",
+    "_get_deterministic_algorithms_warn_only",
+    "_get_cudnn_enabled",
+    "_get_cudnn_benchmark",
+    "_get_cudnn_deterministic",
+    "_get_cudnn_allow_tf32",
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
+    "_get_cublas_allow_fp16_accumulation",
+    "_get_math_sdp_allow_fp16_bf16_reduction",
+    "_get_fa3_sdp_enabled",
+    "_get_blas_preferred_backend",
+    "_get_linalg_preferred_backend",
 )
-"""Switches of torch that choose kernels: part of every key, never turned by us."""
+"""Switches of the whole process that choose kernels: part of every key, never turned by us."""
 
 
 @functools.cache
 def _readers() -> list[Callable[[], Any]]:
     """Those that this version of torch has, and its float32 precisions by operation."""
-    owners = [(torch._C, n[3:]) if n.startswith("_C.") else (torch, n) for n in _PROCESS_WIDE]
     precision = torch._C._get_fp32_precision_getter
-    return [
-        *(getattr(owner, name) for owner, name in owners if hasattr(owner, name)),
-        *(functools.partial(precision, "cuda", operation) for operation in ("conv", "rnn")),
-        _matmul_precision,
-        functools.partial(getattr, torch.utils.deterministic, "fill_uninitialized_memory"),
-    ]
+    fill = functools.partial(getattr, torch.utils.deterministic, "fill_uninitialized_memory")
+    known = [getattr(torch._C, name, fill) for name in _KERNEL_CHOICES]
+    layers = [functools.partial(precision, "cuda", layer) for layer in ("conv", "rnn")]
+    return [*known, *layers, _matmul_precision, fill]
 
 
 def _matmul_precision() -> str:
     """What "none" stands for: the precision of everything, by default full."""
-    general, own = (
-        torch._C._get_fp32_precision_getter(*which)
-        for which in (("generic", "all"), ("cuda", "matmul"))
-    )
+    precision = torch._C._get_fp32_precision_getter
+    own, general = precision("cuda", "matmul"), precision("generic", "all")
     return str(next((x for x in (own, general) if x != "none"), "ieee"))
-
-
-def _kernel_choices() -> tuple[Any, ...]:
-    return tuple(map(_setting, _readers()))
 
 
 def _setting(read: Callable[[], Any]) -> Any:
@@ -77,7 +67,7 @@ def _setting(read: Callable[[], Any]) -> Any:
 
 
 class Ambient:
-    """The switches around a call: autocast, SDPA backends, default dtype and device.
+    """The switches around a call: gradients, autocast, SDPA backends, default dtype and device.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     inside = Ambient("cpu")
@@ -96,7 +86,7 @@ class Ambient:
     @property
     def key(self) -> tuple[Any, ...]:
         """The switches as a hashable value, with the process-wide ones that choose kernels."""
-        return (self._device, *self._settings, *_kernel_choices())
+        return (self._device, *self._settings, *map(_setting, _readers()))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -124,6 +114,7 @@ def _switches(device_type: str) -> list[tuple[Callable[[], Any], Callable[[Any],
         for kind in filter(torch._C._is_autocast_available, kinds)
         for read, write in autocast
     ] + [
+        (torch.is_grad_enabled, torch._C._set_grad_enabled),
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
@@ -274,90 +265,46 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-_DEPTH = 3
-_OF_TORCH = frozenset(nn.Module().__dict__) - {"_parameters", "_buffers", "_modules"}
-_ATOMS = frozenset((bool, int, float, str, type(None)))
-_WHOLE = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
+class Generators:
+    """Random generators as they are now, to be put back: the device's, Python's, numpy's (if it is
+    there: importing it takes half a second). Torch's own of the host is left to the recorder.
 
-
-class Snapshot:
-    """What a call can change beside its results and the memory it writes, to be put back: random
-    generators, the attributes of `module` and of what hangs on it.
-
-    A recording that turns out to be unusable has run the forward; before that runs again, eagerly,
-    what it did to Python has to be undone.
-
-    >>> class Counting(nn.Module):
-    ...     calls = 0
-    >>> counting = Counting()
-    >>> with contextlib.suppress(ValueError), Snapshot(Pool(device), counting).restored_on_error():
-    ...     counting.calls = 1
+    >>> before = Generators(Pool(device))
+    >>> with contextlib.suppress(ValueError), before.put_back_on_error():
+    ...     _ = torch.rand(1, device=device), random.random()
     ...     raise ValueError
-    >>> counting.calls
-    0
+    >>> before.moved(), before.objection()
+    (False, None)
     """
 
-    def __init__(self, pool: Pool, module: nn.Module | None) -> None:
-        self._pool = pool
-        self._random = pool.backend.rng_state(pool.device)
-        self._host_random = list(_host_random())
-        self._boxes: dict[int, tuple[Any, Any]] = {}
-        for child in () if module is None else module.modules():
-            if not type(child).__module__.startswith("torch."):  # those keep nothing between calls
-                self._take(vars(child), _DEPTH)
+    def __init__(self, pool: Pool) -> None:
+        self._pool, self._state = pool, pool.backend.rng_state(pool.device)
+        self._host = [read() for read, _ in _host_generators()]
 
-    def _take(self, box: Any, depth: int) -> None:
-        if id(box) in self._boxes:
-            return
-        plain = dict if isinstance(box, dict) else list
-        self._boxes[id(box)] = (box, plain(box))
-        for name, x in box.items() if plain is dict else enumerate(box):
-            if depth == 0 or type(x) in _ATOMS or name in _OF_TORCH:  # plain, or hooks
-                continue
-            if isinstance(x, (dict, list, set)):
-                self._take(x, depth - 1)
-            elif hasattr(x, "__dict__") and not isinstance(x, _WHOLE):
-                self._take(vars(x), depth - 1)
-
-    def random_moved(self) -> bool:
+    def moved(self) -> bool:
         """Whether the device's generator was drawn from since."""
-        return not torch.equal(self._random, self._pool.backend.rng_state(self._pool.device))
+        return not torch.equal(self._state, self._pool.backend.rng_state(self._pool.device))
 
     def objection(self) -> str | None:
         """Why a call since then cannot be replayed, in words; None if nothing speaks against it."""
-        if [state for state, _ in self._host_random] != [state for state, _ in _host_random()]:
+        now = [read() for read, _ in _host_generators()]
+        if pickle.dumps(self._host) != pickle.dumps(now):  # numpy's state holds an array
             return "the forward draws random numbers on the host"
-        for box, before in self._changed():
-            known = {id(x) for x in leaves(before)}
-            now = leaves(type(before)(box))
-            if any(isinstance(x, torch.Tensor) and id(x) not in known for x in now):
-                return "the model keeps a tensor from call to call"
         return None
 
-    def _changed(self) -> list[tuple[Any, Any]]:
-        return [pair for pair in self._boxes.values() if identities(pair[0]) != identities(pair[1])]
-
     @contextlib.contextmanager
-    def restored_on_error(self) -> Iterator[None]:
-        """Puts everything back if the body fails."""
+    def put_back_on_error(self) -> Iterator[None]:
+        """Sets all of them as they were if the body fails: its work is going to be done again."""
         try:
             yield
         except BaseException:
-            self._pool.backend.set_rng_state(self._pool.device, self._random)
-            for _, put_back in self._host_random:
-                put_back()
-            for box, before in self._changed():
-                box.clear()
-                (box.extend if isinstance(box, list) else box.update)(before)
+            self._pool.backend.set_rng_state(self._pool.device, self._state)
+            for (_, write), state in zip(_host_generators(), self._host, strict=False):
+                write(state)
             raise
 
 
-def _host_random() -> Iterator[tuple[Any, Callable[[], Any]]]:
-    """The host's generators: a comparable state of each, and what puts it back. (Numpy's counts if
-    it is there: importing it takes half a second.)"""
-    torchs, pythons = torch.default_generator.get_state(), random.getstate()
-    yield torchs.tolist(), functools.partial(torch.default_generator.set_state, torchs)
-    yield pythons, functools.partial(random.setstate, pythons)
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        state = numpy.get_state()
-        yield (state[1].tolist(), state[2:]), functools.partial(numpy.set_state, state)
+def _host_generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    numpy = sys.modules.get("numpy.random")
+    known = [(random.getstate, random.setstate)]
+    return known if numpy is None else [*known, (numpy.get_state, numpy.set_state)]

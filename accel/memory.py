@@ -48,7 +48,8 @@ class Pool:
     destroying one can take a workspace away from the others. An anchor, an empty recording, keeps
     the pool's id alive while no graph does. `memory_limit` is in bytes or a string such as "2GiB".
     `tenants` have a method `forget_graphs`, called when a new generation begins. `unrecordable` are
-    ops that a recording failed on: from the next one on they are breaks.
+    ops that a recording failed on: from the next one on they are breaks. `may_cut` is off once a
+    recording in several segments failed: work forked to another stream cannot be cut in two.
 
     >>> pool = Pool(device)
     >>> pool.bytes()
@@ -67,6 +68,7 @@ class Pool:
         self.generation = -1
         self.tenants: weakref.WeakSet[Any] = weakref.WeakSet()
         self.unrecordable: set[Any] = set()
+        self.may_cut = True
         self._side = backend.new_stream(self.device)
         self._last_use: Any = None
         self._last_stream: Any = None
@@ -95,8 +97,8 @@ class Pool:
         """The pool's stream as current stream, after all earlier work, its libraries' handles made;
         what the caller's stream does next waits for it. Outside inference mode: tensors made in it,
         such as a random generator's seed at the first recording, could not be written later."""
-        caller = self.backend.current_stream(self.device)
-        with self.use(), torch.inference_mode(False):
+        caller, grad = self.backend.current_stream(self.device), torch.is_grad_enabled()
+        with self.use(), torch.inference_mode(False), torch.set_grad_enabled(grad):
             self.backend.wait_stream(self.stream, caller)
             with self.backend.on_stream(self.stream):
                 self._warm_up()

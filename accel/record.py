@@ -13,6 +13,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tag
@@ -23,6 +24,8 @@ from accel.signature import leaves, map_tree
 
 aten = torch.ops.aten
 
+SEGMENT_OPERATIONS = 512
+"""After so many ops a segment ends, and runs while the next is recorded."""
 _UNRECORDABLE_TAGS = {Tag.dynamic_output_shape, Tag.data_dependent_output, Tag.cudagraph_unsafe}
 _UNRECORDABLE = {aten._linalg_check_errors, aten.bincount, aten.histogram, aten.linalg_eig}
 """Tags miss these: they wait for the device, or the shape of their result depends on values."""
@@ -84,7 +87,7 @@ def _rule_for(func: Any) -> Rule:
     composite, lifts = _is_composite(func), func in _LIFTS
     draws = any(argument.name == "generator" for argument in func._schema.arguments)
     random = draws or Tag.nondeterministic_seeded in func.tags
-    plain = not (composite or lifts or unrecordable or writes or draws)
+    plain = not (composite or lifts or unrecordable or writes or random)
     return Rule(plain, composite, lifts, unrecordable, writes, random)
 
 
@@ -166,10 +169,13 @@ class OpRecorder(TorchDispatchMode):
         if rule.lifts:  # how torch.tensor(data) announces what it built
             self._recording.adopt([args[0]])
         self._graph.operations += 1
+        if self._graph.operations % SEGMENT_OPERATIONS == 0 and self._pool.may_cut:
+            with self._recording.interrupted():
+                pass
         device, host = self._look_at([*args, *kwargs.values()] if kwargs else args)
         if host or not rule.plain:
             return self._run_with_care(func, rule, args, kwargs, device, host)
-        return self._run(func, rule, args, kwargs)
+        return self._run(func, args, kwargs)
 
     def _look_at(self, args: Iterable[Any]) -> tuple[bool, bool]:
         """Whether there are device tensors and host tensors among `args`; notes new ones."""
@@ -210,7 +216,7 @@ class OpRecorder(TorchDispatchMode):
         self._recording.held.hold(storage)
         return "a tensor that outlives the call"
 
-    def _run(self, func: Any, rule: Rule, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Records an op and notes what it makes."""
         try:
             out = func(*args, **kwargs)
@@ -220,12 +226,10 @@ class OpRecorder(TorchDispatchMode):
             raise
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, torch.Tensor):
-                if not x.is_cpu:
-                    self._known.add(self._address(x))
-                elif rule.random:
-                    raise Refused("the forward draws random numbers on the host")
-                else:
+                if x.is_cpu:
                     self._recording.adopt([x])
+                else:
+                    self._known.add(self._address(x))
         return out
 
     def _run_with_care(
@@ -236,14 +240,16 @@ class OpRecorder(TorchDispatchMode):
         self._note_writes(func, rule, args, kwargs)
         if device and rule.unrecordable is not None and rule.unrecordable(args, kwargs):
             return self._recording.run_break(func, args, kwargs, pure=True)
+        target = kwargs.get("device")
         if kwargs.get("generator") is not None:
             raise Refused(f"{func} draws from a generator of its own")
-        target = kwargs.get("device")
+        if rule.random and not device and (target is None or target.type == "cpu"):
+            raise Refused("the forward draws random numbers on the host")
         if host and device:
             args, kwargs = map_tree(lambda x: self._uploaded(func, x), (args, kwargs))
         elif host and func in _COPIES and target is not None and target.type != "cpu":
             func, args, kwargs = aten.clone.default, (self._constant(func, *args, **kwargs),), {}
-        return self._run(func, rule, args, kwargs)
+        return self._run(func, args, kwargs)
 
     def _uploaded(self, func: Any, x: Any) -> Any:
         """Host tensors among device tensors: an op would copy them itself. Those of no dimension
@@ -287,11 +293,7 @@ def _visible_host_data() -> Iterator[None]:
     """
     with _alone, contextlib.ExitStack() as stack:
         for owner, name, stand_in in _STAND_INS:
-            if name in vars(owner):
-                stack.callback(setattr, owner, name, vars(owner)[name])
-            else:
-                stack.callback(delattr, owner, name)
-            setattr(owner, name, stand_in)
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
         yield
 
 

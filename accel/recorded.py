@@ -15,7 +15,7 @@ import torch
 
 from accel.backend import Backend
 from accel.graph import ARGUMENT, WEIGHT, Break, BreakableGraph, Refused, capture
-from accel.guard import Snapshot, WeightGuard
+from accel.guard import Generators, WeightGuard
 from accel.memory import Pool
 from accel.reporting import GraphReport
 from accel.signature import (
@@ -55,19 +55,22 @@ class Recorded:
         objection: Callable[[], str | None] = lambda: None,
     ) -> None:
         backend, begin = pool.backend, pool.backend.now()
-        before = Snapshot(pool, guard.module)
-        self.graph = BreakableGraph(pool)
-        with pool.recording(), before.restored_on_error():
+        generators, self.graph = Generators(pool), BreakableGraph(pool)
+        mode = torch.is_grad_enabled()  # nothing asks for gradients, but a forward may ask
+        with pool.recording(), generators.put_back_on_error():
             live, grown = backend.live_blocks(pool.id), backend.pool_bytes(pool.id)
             static = self._static = StaticInputs(key.tensors, backend)
             args, kwargs = static.substitute(call, key.tensors)
             self.edits = Edits((args, kwargs))
             origins = dict.fromkeys(guard.storages, WEIGHT)
             origins.update(dict.fromkeys(static.storages, ARGUMENT))
-            with capture(self.graph, origins=origins) as recording:
+            with (
+                capture(self.graph, origins=origins) as recording,
+                torch.set_grad_enabled(mode),
+            ):
                 result = function(*args, **kwargs)
             try:
-                if (objected := objection() or before.objection()) is not None:
+                if (objected := objection() or generators.objection()) is not None:
                     raise Refused(objected)
                 self.edits.close()
                 self._results = Results(result, static, origins, backend)
@@ -76,7 +79,7 @@ class Recorded:
                 recording.abort()
                 raise
             grown = backend.pool_bytes(pool.id) - grown
-        self.held, self.uses_random = recording.held, before.random_moved()
+        self.held, self.uses_random = recording.held, generators.moved()
         self.commits = recording.effect is not None or self.uses_random
         """Whether a replay changes something that discarding its result does not undo."""
         self.state: Any = None
@@ -152,7 +155,10 @@ class Results:
         groups: dict[int, list[torch.Tensor]] = {}
         for x in leaves(result):
             if isinstance(x, torch.Tensor):
-                groups.setdefault(self._storage(x).data_ptr(), []).append(x)
+                base = self._storage(x).data_ptr()
+                groups.setdefault(base, []).append(x)
+                if x.requires_grad and base not in origins:
+                    raise Refused("the call returns a tensor that asks for gradients")
             elif not is_value(x):
                 raise Refused(f"the call returns a {type(x).__name__}, whose contents may change")
         self.storages = {base: _whole(xs) for base, xs in groups.items() if base not in origins}

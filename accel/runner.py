@@ -9,16 +9,18 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from accel.graph import GuardMiss
+from accel.graph import GuardMiss, as_break
 from accel.guard import Ambient, WeightGuard
 from accel.memory import Pool
 from accel.recorded import Recorded
@@ -100,10 +102,11 @@ class GraphRunner:
 
     `pool` is shared by the runners of a pipeline. `module` is whose weights are watched. `probe`
     returns a value that a recording depends on beyond arguments and weights: a recording is used
-    only where it is equal. `veto` says in words why nothing may be recorded just now, or None; it
-    is asked before eager calls and recordings, not before replays. `capture` is "auto" (record what
-    gains) or "always". Counters and reasons are in `report`. Any thread may call. Raises what
-    `function` raises, nothing else.
+    only where it is equal. `remember` is called before a recording, and what it returns if that
+    fails: to put back what the call has changed of the module. `veto` says in words why nothing may
+    be recorded just now, or None; it is asked before eager calls and recordings, not replays.
+    `capture` is "auto" (record what gains) or "always". Counters and reasons are in `report`. Any
+    thread may call. Raises what `function` raises, nothing else.
 
     >>> runner = GraphRunner(lambda x: x * 2 + 1, pool=Pool(device), capture="always")
     >>> x = torch.ones(3, device=device)
@@ -123,12 +126,14 @@ class GraphRunner:
         capture: Literal["auto", "always"] = "auto",
         probe: Callable[[], Any] = lambda: None,
         veto: Callable[[], str | None] = lambda: None,
+        remember: Callable[[], Callable[[], None]] = lambda: lambda: None,
     ) -> None:
         self.function, self.pool, self.capture = function, pool, capture
         self.report = PartReport(name, type(function if module is None else module).__name__)
         self.entries: dict[Any, Entry] = {}
         self._backend, self._guard = pool.backend, WeightGuard(module, pool.backend)
-        self._probe, self._veto = probe, veto
+        self._probe, self._veto, self._remember = probe, veto, remember
+        self._missed_in: Counter[type[nn.Module] | None] = Counter()
         self._values: dict[Any, list[set[Any]]] = {}
         self._calls = 0
         self._probe_first = 0
@@ -249,20 +254,43 @@ class GraphRunner:
 
     def _replay_or_record(self, entry: Entry, key: Signature, call: Any) -> Any:
         self._drop_stale(entry)
-        missed = None
+        missed: GuardMiss | None = None
         for variant in entry.variants[:]:
             try:
                 return self._replay(entry, variant, key, call)
             except GuardMiss as miss:
                 self.report.guard_misses += 1
-                missed = str(miss)
+                missed = miss
         if missed is None or self._drop_stale(entry):  # weights moved, their old memory in use
+            return self._record(entry, key, call)
+        if self._breaks_more_for(missed):
             return self._record(entry, key, call)
         entry.misses += 1
         entry.decline_if_fruitless(1, f"no two calls agree: {missed}")
         if entry.misses % 2 or entry.barred:  # a lazy cache may have been filled: once more eagerly
-            return self._eager(missed, call)
+            return self._eager(str(missed), call)
         return self._record(entry, key, call)
+
+    def _breaks_more_for(self, missed: GuardMiss) -> bool:
+        """Counts where guards miss; modules of a class in which they keep missing become breaks,
+        and what was recorded without these is dropped."""
+        self._missed_in[missed.owner] += 1
+        module = self._guard.module
+        if missed.owner in (None, type(module)) or self._missed_in[missed.owner] != VARIANTS:
+            return False
+        self.forget_graphs()
+        return True
+
+    def _broken(self, *args: Any, **kwargs: Any) -> Any:
+        """The function, with the modules that have become breaks."""
+        module, kinds = self._guard.module, {k for k, n in self._missed_in.items() if n >= VARIANTS}
+        children = [m for m in module.modules() if type(m) in kinds] if module and kinds else []
+        with contextlib.ExitStack() as stack:
+            for child in children:
+                if child is not module:
+                    run = as_break(child.forward, pure=True, kind="module")
+                    stack.enter_context(mock.patch.object(child, "forward", run))
+            return self.function(*args, **kwargs)
 
     def _drop_stale(self, entry: Entry) -> bool:
         """Drops recordings whose weights moved or whose outside tensors the model has replaced."""
@@ -283,7 +311,10 @@ class GraphRunner:
 
     def _state(self) -> Any:
         """Everything beyond arguments that a recording depends on."""
-        return self._guard.check(), Ambient(self._backend.device_type).key, self._probe()
+        return self._guard.check(), *self._around()
+
+    def _around(self) -> tuple[Any, Any]:
+        return Ambient(self._backend.device_type).key, self._probe()
 
     def _replay(self, entry: Entry, variant: Recorded, key: Signature, call: Any) -> Any:
         """Replays and, while the device works, makes sure that the recording still holds. What
@@ -315,22 +346,25 @@ class GraphRunner:
         if reason is not None:
             return self._eager(reason, call)
         self.pool.make_room()
-        state, learned = self._state(), len(self.pool.unrecordable)
+        pool, state = self.pool, self._state()
+        undo, learned = self._remember(), (len(pool.unrecordable), pool.may_cut)
 
         def objection() -> str | None:
-            return "the forward changes its own state" if self._state() != state else None
+            return "the forward changes its own state" if self._around() != state[1:] else None
 
         try:
             with _inside():
-                recorded = Recorded(self.function, call, key, self.pool, self._guard, objection)
-        except Exception as error:
+                recorded = Recorded(self._broken, call, key, pool, self._guard, objection)
+        except BaseException as error:
+            undo()
+            if not isinstance(error, Exception):
+                raise
             failure = error.with_traceback(None)  # whose frames hold tensors
         else:
             recorded.state = state
             return self._kept(entry, recorded)
-        return self._eager_after_failure(
-            entry, failure, call, again=len(self.pool.unrecordable) > learned
-        )
+        again = learned != (len(pool.unrecordable), pool.may_cut)
+        return self._eager_after_failure(entry, failure, call, again)
 
     def _kept(self, entry: Entry, recorded: Recorded) -> Any:
         for least_used in entry.variants[VARIANTS - 1 :]:

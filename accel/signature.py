@@ -215,11 +215,11 @@ def host_bytes(x: torch.Tensor) -> tuple[int, ...]:
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
     """The values of `x` as a flat uint8 tensor: comparing bytes, not numbers, sees NaN and -0.
 
-    >>> bytes_of(torch.tensor([-0.0])).tolist()
+    >>> bytes_of(torch.tensor(-0.0).expand(1)).tolist()
     [0, 0, 0, 128]
     """
-    flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8)
+    plain = x.detach().resolve_conj().resolve_neg()
+    return plain.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _metadata(x: torch.Tensor, backend: Backend) -> tuple[Any, ...]:

@@ -145,6 +145,7 @@ class Part:
                 capture=self.options.capture,
                 probe=self._probe,
                 veto=self._probe.veto,
+                remember=self._probe.remember,
             )
             self._runner.report = self.report
         return self._runner

@@ -7,7 +7,9 @@ diffusers, PEFT and accelerate only by the names of the attributes that they set
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import operator
 import sys
 import types
@@ -20,8 +22,10 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from accel.patches.forward import PatchedMethod
+from accel.signature import identities
 
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+_TENSORS_AND_LAYERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -55,17 +59,31 @@ class StateProbe:
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self._state: Any = None
-        self._untouched: Callable[[], bool] = lambda: False
+        self._watch: _Watch | None = None
 
     def __call__(self) -> Any:
         module = self._module()
         if module is None:
             return None
-        if not self._untouched():
+        if self._watch is None or not self._watch.untouched():
             modules = list(module.modules())
-            self._state = _State(modules)
-            self._untouched = _watch(modules)
+            self._state, self._watch = _State(modules), _Watch(modules)
         return _surroundings(), self._state
+
+    def remember(self) -> Callable[[], None]:
+        """What is to be called to make the module's attributes again what they are now.
+
+        >>> class Counting(nn.Module):
+        ...     calls = 0
+        >>> counting = Counting()
+        >>> put_back = StateProbe(counting).remember()
+        >>> counting.calls = 1
+        >>> put_back()
+        >>> counting.calls
+        0
+        """
+        self()
+        return (lambda: None) if self._watch is None else self._watch.put_back
 
     def veto(self) -> str | None:
         """Why nothing may be recorded just now, in words; None if nothing speaks against it."""
@@ -112,49 +130,76 @@ def _of_others(modules: list[nn.Module]) -> list[dict[str, Any]]:
     return [m.__dict__ for m in modules if not type(m).__module__.startswith("torch.")]
 
 
-def _watch(modules: list[nn.Module]) -> Callable[[], bool]:
-    """A quick test that nothing `_state_of` looks at was touched: no object replaced, no container
-    changed. It may err on the side of no; then the state is read again."""
-    torchs = [m.__dict__ for m in modules if type(m).__module__.startswith("torch.")]
-    owns = _of_others(modules)
-    helpers = _helpers(owns)
-    owns += [vars(x) for x in helpers]
-    hooks = [box for m in modules for name in _HOOKS if (box := m.__dict__.get(name)) is not None]
-    registries = [r for d in owns if (r := d.get("_diffusers_hook")) is not None]
-    boxes = [x for d in owns for k, x in d.items() if _is_box(x) and k not in _OF_TORCH]
-    # Settings of torch's layers: a convolution's padding mode, a norm's epsilon.
-    settings = [(d, k, x) for d in torchs for k, x in d.items() if k not in _OF_TORCH]
-    layers, names, set_to = zip(*settings, strict=True) if settings else ((), (), ())
-    children = [m._modules for m in modules]
-    kinds = set(map(type, modules))
+class _Watch:
+    """Where `_state_of` looks, as it is now: a quick test that nothing there was touched, and the
+    means to put everything back."""
 
-    def look() -> tuple[Any, ...]:
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self._torchs = [m.__dict__ for m in modules if type(m).__module__.startswith("torch.")]
+        owns = _of_others(modules)
+        self._helpers = _helpers(owns)
+        owns += [vars(x) for x in self._helpers]
+        self._owns = [(own, dict(own)) for own in owns]
+        hooks = [m.__dict__.get(name) for m in modules for name in _HOOKS]
+        self._hooks = [box for box in hooks if box is not None]
+        self._registries = [r for d in owns if (r := d.get("_diffusers_hook")) is not None]
+        self._boxes = [x for d in owns for k, x in d.items() if _is_box(x) and k not in _OF_TORCH]
+        own = [d[k] for d in _of_others(modules) for k in _TENSORS_AND_LAYERS]
+        self._insides = [(box, copy.copy(box)) for box in (*own, *_containers(self._boxes))]
+        # Settings of torch's layers: a convolution's padding mode, a norm's epsilon.
+        settings = [(d, k, x) for d in self._torchs for k, x in d.items() if k not in _OF_TORCH]
+        self._settings = tuple(zip(*settings, strict=True)) if settings else ((), (), ())
+        self._children = [m._modules for m in modules]
+        self._kinds = set(map(type, modules))
+        self._seen = self._look()
+
+    def _look(self) -> tuple[Any, ...]:
         seen: list[Any] = []  # what is watched is held by its owner, or was replaced: then it shows
         return (
-            list(map(len, torchs)),
-            [attributes.get("training") for attributes in torchs],
-            list(map(type, modules)),
-            list(map(type, helpers)),
-            [getattr(kind, "forward", None) for kind in kinds],
-            [tuple(hook) for hook in hooks if hook],
-            [_hooks_of_registry(registry, seen) for registry in registries],
-            [_value(box, _DEPTH, seen) for box in boxes],
-            [tuple(map(id, family.values())) for family in children if family],
+            list(map(len, self._torchs)),
+            [attributes.get("training") for attributes in self._torchs],
+            list(map(type, self._modules)),
+            list(map(type, self._helpers)),
+            [getattr(kind, "forward", None) for kind in self._kinds],
+            [tuple(hook) for hook in self._hooks if hook],
+            [_hooks_of_registry(registry, seen) for registry in self._registries],
+            [_value(box, _DEPTH, seen) for box in self._boxes],
+            [tuple(map(id, family.values())) for family in self._children if family],
         )
 
-    before, values = look(), [tuple(own.values()) for own in owns]
-
-    def untouched() -> bool:
+    def untouched(self) -> bool:
+        """Whether no object was replaced, no container changed. It may err on the side of no; then
+        the state is read again."""
+        layers, names, set_to = self._settings
         return (
             all(
-                len(own) == len(was) and all(map(operator.is_, own.values(), was))
-                for own, was in zip(owns, values, strict=True)
+                len(own) == len(was) and all(map(operator.is_, own.values(), was.values()))
+                for own, was in self._owns
             )
             and all(map(operator.is_, map(dict.get, layers, names), set_to))
-            and look() == before
+            and self._look() == self._seen
         )
 
-    return untouched
+    def put_back(self) -> None:
+        """Makes attributes, and containers in them, what they were: a call that did not count has
+        changed them, and is going to be made again."""
+        for box, before in [*self._owns, *self._insides]:
+            if identities(box) != identities(before):
+                box.clear()
+                (box.extend if isinstance(box, list) else box.update)(before)
+
+
+def _containers(boxes: Iterable[Any], depth: int = _DEPTH) -> list[Any]:
+    """The lists, dicts and sets among `boxes` and in them, each once."""
+    found: dict[int, Any] = {}
+    level = list(boxes)
+    for _ in range(depth):
+        news = {id(x): x for x in level if isinstance(x, (list, dict, set)) and id(x) not in found}
+        found |= news
+        inside = (x.values() if isinstance(x, dict) else x for x in news.values())
+        level = list(itertools.chain.from_iterable(inside))
+    return list(found.values())
 
 
 def _is_box(x: Any) -> bool:

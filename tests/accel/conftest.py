@@ -11,7 +11,7 @@ import torch
 from accel.backend import Backend
 from accel.memory import Pool
 from accel.runner import GraphRunner
-from tests.accel.twin import Twin
+from tests.accel.twin import Twin, watching
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +28,12 @@ def pool(device: torch.device) -> Pool:
 
 @pytest.fixture
 def runner(pool: Pool) -> Callable[..., GraphRunner]:
-    """Makes a runner that records whatever it can: `runner(function, module=...)`."""
+    """Makes a runner that records whatever it can: `runner(function, module=...)`. A module is
+    watched as `patch` has it watched."""
 
     def make(function: Callable[..., Any], **options: Any) -> GraphRunner:
+        if (module := options.get("module")) is not None:
+            options = watching(module) | options
         return GraphRunner(function, **{"pool": pool, "capture": "always", **options})
 
     return make

@@ -44,5 +44,5 @@ def equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     not 0."""
     if one.layout is not torch.strided:
         return torch.equal(one.to_dense(), other.to_dense())
-    flat = [x.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in (one, other)]
-    return torch.equal(*flat)
+    laid = [x.detach().cpu().clone(memory_format=torch.contiguous_format) for x in (one, other)]
+    return torch.equal(*(x.view(-1).view(torch.uint8) for x in laid))

@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel.backend import backend_for
 from accel.graph import BreakableGraph, GuardMiss, Refused, capture
 from accel.memory import Pool
+from accel.pipelines.tiny import FAMILIES
 from accel.record import Rule, _rule_for
+from tests.accel.common import MakeTwin
 from tests.accel.same import assert_same
+from tests.accel.test_families import moved
 
 aten = torch.ops.aten
 
@@ -172,3 +176,66 @@ class TestRules:
 
     def test_what_is_no_op_is_plain(self) -> None:
         assert _rule_for(len) == Rule(plain=True)
+
+
+def seven_ops(x: Tensor) -> Tensor:
+    y = x * 2 + 1
+    return (y.tanh() - x).exp() / 3 + y
+
+
+class TestCuts:
+    """A long recording ends a segment now and then, so that the device works meanwhile."""
+
+    @pytest.fixture(autouse=True)
+    def short_segments(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("accel.record.SEGMENT_OPERATIONS", 3)
+
+    def test_a_long_recording_is_several_segments(self, x: Tensor) -> None:
+        graph, y = record(seven_ops, x)
+        assert (graph.operations, graph.segments, graph.breaks) == (7, 3, [])
+        x.mul_(-0.5)
+        graph.replay()
+        assert_same(y, seven_ops(x))
+
+    def test_an_error_after_a_cut_leaves_the_pool_usable(self, x: Tensor) -> None:
+        pool = Pool(x.device)
+        with pytest.raises(ValueError, match="mine"), capture(BreakableGraph(pool)):
+            seven_ops(x)
+            raise ValueError("mine")
+        assert pool.may_cut
+        graph = BreakableGraph(pool)
+        with capture(graph):
+            y = seven_ops(x)
+        assert_same(y, seven_ops(x))
+
+    @pytest.mark.parametrize("name", list(FAMILIES)[::5])
+    def test_a_family_in_short_segments(self, name: str, twin: MakeTwin) -> None:
+        family = FAMILIES[name]
+        both = twin(lambda: family.make(seed=0))
+        for seed in range(4):
+            both(seed, lambda draw: moved(family.inputs(draw.seed, 0), draw.device))
+        if both.report.graphs:
+            assert both.report.graphs[0].segments >= both.report.graphs[0].operations // 3
+
+    def test_work_forked_across_a_cut_is_recorded_whole_the_next_time(
+        self, device: torch.device, twin: MakeTwin
+    ) -> None:
+        if device.type == "sim":
+            pytest.skip("the simulated device does not carry a recording over to a forked stream")
+        both = twin(lambda: forks)
+        for seed in range(6):
+            both(seed)
+        assert both.report.captures == 1
+        assert both.report.graphs[0].segments == 1
+
+
+def forks(x: Tensor) -> Tensor:
+    """Work on a side stream that joins again after several ops on the first."""
+    backend: Any = backend_for(x.device)
+    here, side = backend.current_stream(x.device), backend.new_stream(x.device)
+    backend.wait_stream(side, here)
+    with backend.on_stream(side):
+        z = x + 1
+    y = seven_ops(x)
+    backend.wait_stream(here, side)
+    return z * y

@@ -12,11 +12,20 @@ from torch import nn
 
 from accel.backend import Backend
 from accel.memory import Pool
+from accel.patches.state import StateProbe
 from accel.reporting import PartReport
 from accel.runner import GraphRunner
 from tests.accel.same import assert_same
 
 Arguments = Callable[["Draw"], Any]
+
+
+def watching(module: nn.Module | None) -> dict[str, Any]:
+    """Options with which a runner sees a module's state."""
+    if module is None:
+        return {}
+    probe = StateProbe(module)
+    return {"probe": probe, "remember": probe.remember}
 
 
 class Draw:
@@ -50,6 +59,7 @@ class Twin:
         self.plain, self.watched = self._built(build), self._built(build)
         self.context: Callable[[], Any] = torch.no_grad
         module = self.watched if isinstance(self.watched, nn.Module) else None
+        options = watching(module) | options
         options = {"pool": Pool(device), "capture": "always", "module": module, **options}
         self.runner = GraphRunner(self.watched, **options)
         self._random = {"plain": self._random_state(), "watched": self._random_state()}

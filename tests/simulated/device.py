@@ -126,12 +126,18 @@ class Device:
     def write_seed(self, segment: SimulatedSegment) -> None:
         """What the first segment makes for all to come, and each writes as it begins: the random
         generator's seed. Ordinary tensors and operators, that modes see, as on CUDA."""
-        if not self.segments or self.seed is None:
+        if self.seed is None:
             self.seed = torch.empty(1, dtype=torch.int64, device=tensors.SIM)
         self.segments.add(segment)
         counters, host = copy.deepcopy(self.counters), self.clock.host
         self.seed.fill_(0)
         self.counters, self.clock.host = counters, host
+
+    def forget_segment(self, segment: SimulatedSegment) -> None:
+        """With the last one the seed goes."""
+        self.segments.discard(segment)
+        if not self.segments:
+            self.seed = None
 
     def drop_workspace(self, stream: Stream) -> None:
         pool, address = self.workspaces.pop(stream, (None, 0))

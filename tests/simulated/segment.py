@@ -128,6 +128,7 @@ class SimulatedSegment:
             card.aborts += 1
         self.pool.segments -= 1
         card.drop_workspace(self._stream)
+        card.forget_segment(self)
 
 
 def _check_may_record(stream: Stream, pool: Pool | None, pool_id: Any, used: bool) -> None:
