@@ -306,5 +306,5 @@ class Generators:
 
 def _host_generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     numpy = sys.modules.get("numpy.random")
-    known = [(random.getstate, random.setstate)]
-    return known if numpy is None else [*known, (numpy.get_state, numpy.set_state)]
+    numpys = [] if numpy is None else [(numpy.get_state, numpy.set_state)]
+    return [(random.getstate, random.setstate), *numpys]

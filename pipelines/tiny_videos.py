@@ -132,7 +132,7 @@ def _hunyuan_video15(draw: Draw, variant: int) -> dict[str, Any]:
     }
 
 
-def _cogvideox(draw: Draw, variant: int) -> dict[str, Any]:
+def cogvideox(draw: Draw, variant: int) -> dict[str, Any]:
     rows, columns = SIZES[variant]
     positions = FRAMES * rows // 2 * columns // 2
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * torch.linspace(1, 0.01, 16)
@@ -378,7 +378,7 @@ VIDEO_FAMILIES: dict[str, Family] = {
     "hunyuan_video15": Family(
         "HunyuanVideo15Transformer3DModel", HUNYUAN_VIDEO15, _hunyuan_video15
     ),
-    "cogvideox": Family("CogVideoXTransformer3DModel", COGVIDEOX, _cogvideox),
+    "cogvideox": Family("CogVideoXTransformer3DModel", COGVIDEOX, cogvideox),
     "mochi": Family("MochiTransformer3DModel", MOCHI, _mochi),
     "latte": Family("LatteTransformer3DModel", LATTE, _latte),
     "cosmos": Family("CosmosTransformer3DModel", COSMOS, _cosmos),

@@ -1,7 +1,7 @@
 """One denoiser forward on a GPU: eager, as one bare CUDA graph, and patched, in one process.
 
 Answers three questions of a model at its real size: how far a patched forward is from the same
-forward captured whole and replayed, what a recording costs an op, and what declining costs. Run as
+forward captured whole and replayed, what recording a new shape costs an op, and what declining costs. Run as
 
     python scripts/measure_forward.py sdxl sd15 zimage:1024 --output docs/benchmarks/forward.json
 
@@ -89,10 +89,15 @@ def measure(name: str, size: int | None) -> dict[str, Any]:
     pipe = zoo.build(name, device="cuda", dtype=zoo.dtype(name), seed=0)
     pipe.set_progress_bar_config(disable=True)
     denoiser, args, kwargs = denoiser_call(pipe, settings)
+    _, *wider = denoiser_call(pipe, settings | {"width": settings["width"] + 128})
 
     def run() -> Any:
         return denoiser(*args, **kwargs)
 
+    def run_wider() -> Any:
+        return denoiser(*wider[0], **wider[1])
+
+    eager_wider = alone(run_wider)
     eager = {"eager alone": alone(run), "eager in a row": in_a_row(run)}
     expected = run()
     graph = bare_graph(run)
@@ -109,24 +114,29 @@ def measure(name: str, size: int | None) -> dict[str, Any]:
         patched["patched in a row"] / bare["bare graph in a row"]
     )
     figures["patched over eager, in a row"] = patched["patched in a row"] / eager["eager in a row"]
-    figures |= _recording_cost(denoiser, run, eager["eager alone"]) if part.graphs else {}
+    figures |= _recording_cost(denoiser, run, run_wider, eager_wider) if part.graphs else {}
     figures |= {"declined": part.declined, "graph MiB": accel.report(denoiser).pool_bytes / 2**20}
     accel.unpatch(denoiser)
     return figures
 
 
-def _recording_cost(denoiser: Any, run: Callable[[], object], eager: float) -> dict[str, Any]:
-    """Recording again, in a fresh pool: wall time of the whole call, and what that is an op."""
+def _recording_cost(
+    denoiser: Any, run: Callable[[], object], run_wider: Callable[[], object], eager: float
+) -> dict[str, Any]:
+    """Recording a second, wider shape after a first one: wall time of the whole call between two
+    waits, and what it is an op above an eager call of that shape, `eager` milliseconds."""
     costs = []
     for _ in range(3):
         accel.unpatch(denoiser)
         accel.patch(denoiser, capture="always")
-        run()
-        costs.append(_timed(run, 1))
-    graph = accel.report(denoiser)["module"].graphs[0]
+        for _ in range(3):
+            run()
+        costs.append(_timed(run_wider, 1))
+    _, graph = accel.report(denoiser)["module"].graphs
     cost = statistics.median(costs)
     return {
-        "recording": cost,
+        "eager alone, new shape": eager,
+        "recording a new shape": cost,
         "operations": graph.operations,
         "segments": graph.segments,
         "recording over eager, us an op": (cost - eager) * 1e3 / graph.operations,

@@ -10,6 +10,8 @@ from typing import Any
 import diffusers
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from accel.backend import backend_for
 
@@ -127,7 +129,7 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
             assert_same(left, right, f"{where}[{place}]")
     elif hasattr(one, "tobytes"):
         assert one.tobytes() == other.tobytes(), where
-    else:
+    elif not callable(one):
         assert one == other, where
 
 
@@ -137,3 +139,35 @@ def assert_same_loops(one: Loop, other: Loop) -> None:
     assert_same(one.outputs, other.outputs, "outputs")
     assert_same(vars(one.scheduler), vars(other.scheduler), "scheduler")
     assert_same(one.random_state, other.random_state, "random state")
+
+
+class DeviceWork(TorchDispatchMode):
+    """Notes which operators compute on device tensors, and where and what their arguments are: a
+    number that a kernel gets from the host is another argument than one that it reads itself, and
+    on a GPU may give other bits. What only looks up or moves values is left out."""
+
+    MOVES = ("nonzero", "_local_scalar_dense", "_to_copy", "copy_", "clone", "as_strided", "select")
+    MOVES += (
+        "slice",
+        "stack",
+        "unsqueeze",
+        "unbind",
+        "index",
+        "detach",
+        "is_pinned",
+        "_pin_memory",
+    )
+    MOVES += ("_linalg_check_errors", "alias", "cat", "lift_fresh", "repeat", "expand", "view")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[str, list[tuple[str, torch.dtype, int]]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if name not in self.MOVES and not all(x.is_cpu for x in given):
+            self.noted.append((name, [(x.device.type, x.dtype, x.dim()) for x in given]))
+        return func(*args, **(kwargs or {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def outputs(model: torch.nn.Module, call: dict[str, Any]) -> list[torch.Tensor]:
     with torch.no_grad():
-        return tensors_in(model(**call))
+        return tensors_in(model(**copy.deepcopy(call)))  # some take items off the lists they get
 
 
 def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -86,9 +87,7 @@ def test_seeds_choose_weights_latents_and_time(name: str) -> None:
     assert not torch.equal(call[family.time], other[family.time])
     model = family.make(seed=0)
     assert not same(outputs(model, call), outputs(model, other))
-    assert same(
-        outputs(family.make(seed=0), family.inputs(seed=1)), outputs(model, family.inputs(seed=1))
-    )
+    assert same(outputs(family.make(seed=0), call), outputs(model, call))
     assert not same(outputs(family.make(seed=3), call), outputs(model, call))
 
 
