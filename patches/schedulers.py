@@ -2,7 +2,7 @@
 
 Works on instances of diffusers' own scheduler classes, all of them: their code runs unchanged, in
 a mode that answers what it would read from the device out of the schedule that the host knows
-(scheduler_values.py). Classes of users, and subclasses, are left alone. What each class reads in
+(scheduler_answers.py). Classes of users, and subclasses, are left alone. What each class reads in
 its steps is not known here, except for those that read nothing once they know their place.
 
 An instance gets another class, a subclass made here that calls itself the original one, so that
@@ -20,7 +20,8 @@ import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import nn
 
-from accel.patches.scheduler_values import Answering, HostValues, device_of
+from accel.patches.scheduler_answers import Answering
+from accel.patches.scheduler_tables import HostValues, device_of
 
 ANSWERED = ("step", "scale_model_input", "add_noise", "scale_noise", "get_velocity")
 """The methods of a scheduler that a denoising loop calls."""
@@ -64,40 +65,45 @@ def find_schedulers(obj: Any) -> dict[str, Any]:
 class SyncFreeSchedulers:
     """The schedulers of one pipeline, sync-free until `take_off`. Does not hold the pipeline.
 
-    `refresh` finds those that were assigned since; it costs a few microseconds.
+    `refresh` finds those that were assigned since; where nothing changed it costs a microsecond.
 
-    >>> pipe = types.SimpleNamespace(scheduler=DDIMScheduler())
+    >>> import diffusers
+    >>> class Pipe:
+    ...     scheduler = diffusers.DDIMScheduler()
+    >>> pipe = Pipe()
     >>> schedulers = SyncFreeSchedulers(pipe)
     >>> is_sync_free(pipe.scheduler), type(pipe.scheduler) is pipe.scheduler.__class__
     (True, False)
     >>> schedulers.take_off()
-    >>> type(pipe.scheduler) is DDIMScheduler
+    >>> type(pipe.scheduler) is diffusers.DDIMScheduler
     True
     """
 
     def __init__(self, obj: Any) -> None:
         self._obj = weakref.ref(obj)
-        self._held: list[weakref.ref[Any]] = []
+        self._held: dict[str, weakref.ref[Any]] = {}
         self.refresh()
         _all.add(self)
 
     def refresh(self) -> None:
-        """Makes the schedulers that the pipeline has now sync-free, and leaves others alone."""
+        """Makes the schedulers that the pipeline has now sync-free, and lets go of others."""
         obj = self._obj()
-        found = [] if obj is None else list(find_schedulers(obj).values())
+        if self._held and all(getattr(obj, n, None) is ref() for n, ref in self._held.items()):
+            return
+        found = {} if obj is None else find_schedulers(obj)
         before = self._schedulers()
-        self._held = [weakref.ref(scheduler) for scheduler in found]
-        for scheduler in found:
+        self._held = {name: weakref.ref(scheduler) for name, scheduler in found.items()}
+        for scheduler in found.values():
             install(scheduler)
         self._give_up(before)
 
     def take_off(self) -> None:
         """Restores those that no other pipeline's `SyncFreeSchedulers` holds."""
-        before, self._held = self._schedulers(), []
+        before, self._held = self._schedulers(), {}
         self._give_up(before)
 
     def _schedulers(self) -> list[Any]:
-        return [scheduler for held in self._held if (scheduler := held()) is not None]
+        return [scheduler for ref in self._held.values() if (scheduler := ref()) is not None]
 
     def _give_up(self, before: list[Any]) -> None:
         kept = {id(s) for schedulers in (*_all, self) for s in schedulers._schedulers()}
@@ -117,7 +123,7 @@ def install(scheduler: Any) -> bool:
     """
     if is_sync_free(scheduler):
         return True
-    stock = type(scheduler)
+    stock: Any = type(scheduler)
     if not _is_stock(stock):
         return False
     _values[scheduler] = values = HostValues()
@@ -143,14 +149,15 @@ def _is_stock(cls: type) -> bool:
 
 
 @functools.cache
-def _sync_free(stock: type) -> type:
+def _sync_free(stock: Any) -> type:
     """A subclass of `stock` that answers reads, and is `stock` to all who ask."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         return stock(*args, **kwargs)  # type(scheduler).from_config(...), say
 
-    def reduced(self: Any, protocol: Any) -> Any:
-        made_by, (_, *rest), *state = object.__reduce_ex__(self, max(2, int(protocol)))
+    def reduce(self: Any, protocol: Any) -> Any:
+        reduced: Any = object.__reduce_ex__(self, max(2, int(protocol)))
+        made_by, (_, *rest), *state = reduced
         return made_by, (stock, *rest), *state
 
     namespace: dict[str, Any] = {
@@ -158,7 +165,7 @@ def _sync_free(stock: type) -> type:
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
         "__new__": new,
-        "__reduce_ex__": reduced,
+        "__reduce_ex__": reduce,
         "__class__": property(lambda self: stock, _class_slot.__set__),
         "_accel_stock": stock,
     }
@@ -166,7 +173,7 @@ def _sync_free(stock: type) -> type:
         if callable(getattr(stock, name, None)):
             namespace[name] = _answered(getattr(stock, name), name)
     if callable(getattr(stock, "set_timesteps", None)):
-        namespace["set_timesteps"] = _learning(stock.set_timesteps)  # type: ignore[attr-defined]
+        namespace["set_timesteps"] = _learning(stock.set_timesteps)
     return type(stock)(stock.__name__, (stock,), namespace)
 
 
