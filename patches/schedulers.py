@@ -174,7 +174,8 @@ def _sync_free(stock: Any) -> type:
             namespace[name] = _answered(getattr(stock, name), name)
     if callable(getattr(stock, "set_timesteps", None)):
         namespace["set_timesteps"] = _learning(stock.set_timesteps)
-    return type(stock)(stock.__name__, (stock,), namespace)
+    made: type = type(stock)(stock.__name__, (stock,), namespace)
+    return made
 
 
 def _answered(original: Callable[..., Any], name: str) -> Callable[..., Any]:
