@@ -238,7 +238,7 @@ class Recording:
         self.effect: str | None = None
         """The first thing that a replay could not take back; no guard may follow it."""
         self._made: list[torch.UntypedStorage] = []
-        self.paused = False
+        self.paused = self._was_cut = False
         self._undo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._segment: Any = None
 
@@ -268,6 +268,12 @@ class Recording:
             _thread.recording = self
         self.open()
         self.paused = False  # not before: opening a segment writes the generator's seed
+
+    def cut(self) -> None:
+        """Ends a segment without a break: the device runs it while the host records the next."""
+        self._was_cut = True
+        with self.interrupted():
+            pass
 
     def run_break(
         self,
@@ -325,7 +331,7 @@ class Recording:
                 segment.end()
                 pool.bury([segment])
             except Exception:
-                pool.may_cut &= self.graph.segments <= len(self.graph.breaks)
+                pool.may_cut &= not self._was_cut
                 pool.abandon(segment)
                 self.graph.steps = []
         self.graph.discard()

@@ -139,10 +139,7 @@ class OpRecorder(TorchDispatchMode):
         self._pool, self._backend = self._graph.pool, self._graph.pool.backend
         self._address, self._plain = self._backend.address, set(self._backend.tensor_types)
         self._origins = recording.origins
-        self._rules = {
-            func: _rule_for(func)._replace(plain=False, unrecordable=_always)
-            for func in self._pool.unrecordable
-        }
+        self._rules: dict[int, Rule] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -162,7 +159,7 @@ class OpRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if types and not self._plain.issuperset(types):
             return NotImplemented
-        rule = self._rules.get(func) or _rule_for(func)
+        rule = self._rules.get(id(func)) or self._learned(func)  # to hash an op takes Python code
         if rule.composite:
             with self:
                 return func.decompose(*args, **kwargs)
@@ -170,12 +167,18 @@ class OpRecorder(TorchDispatchMode):
             self._recording.adopt([args[0]])
         self._graph.operations += 1
         if self._graph.operations % SEGMENT_OPERATIONS == 0 and self._pool.may_cut:
-            with self._recording.interrupted():
-                pass
+            self._recording.cut()
         device, host = self._look_at([*args, *kwargs.values()] if kwargs else args)
         if host or not rule.plain:
             return self._run_with_care(func, rule, args, kwargs, device, host)
         return self._run(func, args, kwargs)
+
+    def _learned(self, func: Any) -> Rule:
+        rule = _rule_for(func)
+        if func in self._pool.unrecordable:
+            rule = rule._replace(plain=False, unrecordable=_always)
+        self._rules[id(func)] = rule
+        return rule
 
     def _look_at(self, args: Iterable[Any]) -> tuple[bool, bool]:
         """Whether there are device tensors and host tensors among `args`; notes new ones."""
@@ -237,7 +240,8 @@ class OpRecorder(TorchDispatchMode):
     ) -> Any:
         """Host data on its way to the device is uploaded beside the recording, once. A copy that
         the model may change is made from it in the recording."""
-        self._note_writes(func, rule, args, kwargs)
+        if rule.writes:
+            self._note_writes(func, rule, args, kwargs)
         if device and rule.unrecordable is not None and rule.unrecordable(args, kwargs):
             return self._recording.run_break(func, args, kwargs, pure=True)
         target = kwargs.get("device")

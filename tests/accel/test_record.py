@@ -217,6 +217,28 @@ class TestCuts:
         if both.report.graphs:
             assert both.report.graphs[0].segments >= both.report.graphs[0].operations // 3
 
+    def test_a_cut_that_fails_is_not_made_again(
+        self, sim: torch.device, twin: MakeTwin, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As CUDA's does where work forked to another stream has not joined again."""
+        from tests.simulated.segment import SimulatedSegment
+
+        end = SimulatedSegment.end
+
+        def refuses_to_end(self: SimulatedSegment) -> None:
+            if len(self.steps) == 3:
+                self.refuse("unjoined work")
+            end(self)
+
+        monkeypatch.setattr(SimulatedSegment, "end", refuses_to_end)
+        both = twin(lambda: seven_ops)
+        if both.device.type != "sim":
+            pytest.skip("of the simulated device")
+        for seed in range(6):
+            both(seed)
+        assert both.report.captures == 1
+        assert both.report.graphs[0].segments == 1
+
     def test_work_forked_across_a_cut_is_recorded_whole_the_next_time(
         self, device: torch.device, twin: MakeTwin
     ) -> None:
