@@ -208,7 +208,7 @@ class TestCuts:
             y = seven_ops(x)
         assert_same(y, seven_ops(x))
 
-    @pytest.mark.parametrize("name", [n for n in FAMILIES if not n.endswith("cached")][::5])
+    @pytest.mark.parametrize("name", ["sd15", "zimage", "flux", "sana", "wan", "mochi"])
     def test_a_family_in_short_segments(self, name: str, twin: MakeTwin) -> None:
         family = FAMILIES[name]
         both = twin(lambda: family.make(seed=0))
