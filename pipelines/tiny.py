@@ -13,9 +13,11 @@ import torch
 
 from accel.pipelines.tiny_controlnets import CONTROLNET_FAMILIES
 from accel.pipelines.tiny_family import Family
+from accel.pipelines.tiny_flex_videos import FLEX_FAMILIES as FLEX_FAMILIES
 from accel.pipelines.tiny_images import IMAGE_FAMILIES
 from accel.pipelines.tiny_more_images import MORE_IMAGE_FAMILIES
 from accel.pipelines.tiny_more_unets import MORE_UNET_FAMILIES
+from accel.pipelines.tiny_more_videos import MORE_VIDEO_FAMILIES
 from accel.pipelines.tiny_older_images import OLDER_IMAGE_FAMILIES
 from accel.pipelines.tiny_recipes import RECIPES
 from accel.pipelines.tiny_unets import UNET_FAMILIES
@@ -29,8 +31,12 @@ FAMILIES: dict[str, Family] = {
     **MORE_UNET_FAMILIES,
     **CONTROLNET_FAMILIES,
     **VIDEO_FAMILIES,
+    **MORE_VIDEO_FAMILIES,
 }
-"""Every tiny denoiser by name; `FAMILIES["flux"].make(seed)` and `.inputs(seed, variant)`."""
+"""Every tiny denoiser by name; `FAMILIES["flux"].make(seed)` and `.inputs(seed, variant)`.
+
+`FLEX_FAMILIES` holds those that run on the CPU and on GPUs, but on no test double of a device.
+"""
 
 # Smallest call that draws a picture; long-prompt encoders are told to stop early.
 CALLS: dict[str, dict[str, Any]] = {
