@@ -9,7 +9,7 @@ not wait either. Knows nothing of any scheduler's formulas.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -119,13 +119,13 @@ class Answering(TorchFunctionMode):
             self.note(result, lambda: whole[1]()[index])
         return result
 
-    def _iter(self, func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-        parts = list(func(*args, **kwargs))
+    def _unbind(self, func: Any, args: Any, kwargs: Any) -> Any:
+        parts = func(*args, **kwargs)  # `for part in whole`
         whole = self._derived.get(id(args[0]))
-        for place, part in enumerate(parts):
-            if whole is not None:
+        if whole is not None and args[0].dim() == 1:
+            for place, part in enumerate(parts):
                 self.note(part, lambda place=place: whole[1]()[place])  # type: ignore[misc]
-        return iter(parts)
+        return parts
 
     def _nonzero(self, func: Any, args: Any, kwargs: Any) -> Any:
         x = args[0]
@@ -198,7 +198,7 @@ _RULES: dict[str, Callable[[Answering, Any, Any, Any], Any]] = {
     **dict.fromkeys(_EXACT, Answering._exact),
     **dict.fromkeys(_READS, Answering._read),
     "__getitem__": Answering._getitem,
-    "__iter__": Answering._iter,
+    "unbind": Answering._unbind,
     "nonzero": Answering._nonzero,
     "to": Answering._to,
     "cpu": Answering._cpu,
