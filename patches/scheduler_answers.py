@@ -100,6 +100,8 @@ class Answering(TorchFunctionMode):
         result = func(*args, **kwargs)
         if type(result) is not Tensor or result.dim() > 1 or result.is_cpu:
             return result
+        if "alpha" in kwargs or any(isinstance(x, Tensor) for x in kwargs.values()):
+            return result  # a product and a sum at once round once on a GPU
         thunks = [(self.thunk(x) if isinstance(x, Tensor) else (lambda x=x: x)) for x in args]
         if None not in thunks:
             self.note(result, lambda: func(*(thunk() for thunk in thunks if thunk), **kwargs))

@@ -71,6 +71,8 @@ def test_what_follows_from_the_table_is_answered(
     "ask",
     [
         lambda x: (x[1] / 3).item(),  # a division may round another way
+        lambda x: torch.add(x[1], 3, alpha=2).item(),
+        lambda x: torch.add(x[1], other=x[0]).item(),
         lambda x: x[1].clone().item(),
         lambda x: torch.ones_like(x).sum().item(),
         lambda x: x[:, None].nonzero().tolist(),
