@@ -21,6 +21,7 @@ from torch import nn
 
 from accel.backend import Backend
 from accel.memory import Pool
+from accel.signature import SMALL_HOST_TENSOR, host_bytes, leaves, opened
 
 _KERNEL_CHOICES = (
     "_get_float32_matmul_precision",
@@ -178,7 +179,7 @@ class WeightGuard:
 
     def _take_stock(self) -> None:
         module = self._module()
-        modules = [] if module is None else list(module.modules())
+        modules = [] if module is None else all_modules(module)
         self._boxes = [box for m in modules for box in (m._modules, m._parameters, m._buffers)]
         self._families = [m._modules for m in modules if m._modules]
         self._owners: list[dict[str, Any]] = []
@@ -217,12 +218,34 @@ class WeightGuard:
         )
 
 
+def all_modules(module: nn.Module) -> list[nn.Module]:
+    """`module` and those in it, also in plain lists and dicts among the attributes, each once.
+
+    >>> class Own(nn.Module):
+    ...     pass
+    >>> own = Own()
+    >>> own.spare = [nn.ReLU()]
+    >>> all_modules(own)
+    [Own(), ReLU()]
+    """
+    found: dict[nn.Module, None] = {}
+    ahead = [module]
+    while ahead:
+        news = [m for m in ahead.pop().modules() if m not in found]
+        found.update(dict.fromkeys(news))
+        for own in (vars(m) for m in news if not type(m).__module__.startswith("torch.")):
+            hidden = (x for name, x in own.items() if name != "_modules" and opened(x) is not None)
+            ahead += [x for box in hidden for x in leaves(box) if isinstance(x, nn.Module)]
+    return list(found)
+
+
 class Held:
     """Memory outside a graph that its recorded work reads and no module owns as a weight.
 
     Kept alive, so that a table evicted from a cache stays readable. `stale` says in words what
     happened when the graph is the last one that does so: the model has replaced the table.
-    Host tensors, whose values are baked in, are also compared by version.
+    Host tensors, whose values are baked in, are also compared: small ones by value, others by
+    version.
 
     >>> held, table = Held(), torch.ones(2, device=device)
     >>> held.hold(backend.storage(table))
@@ -235,7 +258,7 @@ class Held:
 
     def __init__(self) -> None:
         self._device: dict[int, torch.UntypedStorage] = {}
-        self._host: dict[int, tuple[torch.Tensor, int]] = {}
+        self._host: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Keeps a device storage alive."""
@@ -245,15 +268,15 @@ class Held:
         """Keeps a host tensor alive whose present values were baked in."""
         # An alias of our own: the model's tensor object then counts as a second holder.
         alias = tensor.detach()
-        self._host.setdefault(tensor.data_ptr(), (alias, _version(alias)))
+        self._host.setdefault(tensor.data_ptr(), (alias, _content(alias)))
 
     def stale(self) -> str | None:
         """Why the recorded work may no longer be what the model would do, or None."""
         for storage in self._device.values():
             if torch._C._storage_Use_Count(storage._cdata) <= 1:
                 return "the model has replaced a tensor that the recording reads"
-        for tensor, version in self._host.values():
-            if _version(tensor) != version:
+        for tensor, content in self._host.values():
+            if _content(tensor) != content:
                 return "a host tensor that the recording reads has changed"
             # Our alias and the handle that asks: two.
             if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2:
@@ -261,7 +284,10 @@ class Held:
         return None
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _content(tensor: torch.Tensor) -> Any:
+    """Versions do not see what is written through `.data` or numpy."""
+    if tensor.numel() <= SMALL_HOST_TENSOR:
+        return host_bytes(tensor)
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from accel.backend import Backend
-from accel.graph import ARGUMENT, WEIGHT, Break, BreakableGraph, Refused, capture
+from accel.graph import ARGUMENT, OURS, WEIGHT, Break, BreakableGraph, Refused, capture
 from accel.guard import Generators, WeightGuard
 from accel.memory import Pool
 from accel.reporting import GraphReport
@@ -73,7 +73,8 @@ class Recorded:
                 if (objected := objection() or generators.objection()) is not None:
                     raise Refused(objected)
                 self.edits.close()
-                self._results = Results(result, static, origins, backend)
+                born = dict.fromkeys(backend.live_blocks(pool.id) - live, OURS)
+                self._results = Results(result, static, recording.origins | born, backend)
                 self._refuse_leaks(live | set(self._results.storages))
             except BaseException:
                 recording.abort()
@@ -136,12 +137,14 @@ class Results:
     """What a recorded call returned, and how to give it to a caller.
 
     Copies, laid out as the originals: results that shared storage share it again. A result that
-    is an argument or a weight is that argument or weight. Raises `Refused` for results that may
+    is an argument, a weight or another tensor of the model is that tensor. Raises `Refused` for results that may
     hold anything (objects of unknown type).
 
     >>> static = StaticInputs([torch.ones(2, device=device)], backend)
     >>> result = {"same": static.tensors[0], "new": torch.zeros(2, device=device)}
-    >>> results = Results(result, static, dict.fromkeys(static.storages, ARGUMENT), backend)
+    >>> origins = dict.fromkeys(static.storages, ARGUMENT)
+    >>> origins[backend.storage(result["new"]).data_ptr()] = OURS
+    >>> results = Results(result, static, origins, backend)
     >>> theirs = torch.ones(2, device=device)
     >>> given = results.give([theirs])
     >>> given["same"] is theirs, given["new"].tolist()
@@ -155,21 +158,25 @@ class Results:
         groups: dict[int, list[torch.Tensor]] = {}
         for x in leaves(result):
             if isinstance(x, torch.Tensor):
-                base = self._storage(x).data_ptr()
-                groups.setdefault(base, []).append(x)
-                if x.requires_grad and base not in origins:
+                groups.setdefault(self._place(x), []).append(x)
+                if x.requires_grad and origins.get(self._place(x), OURS) == OURS:
                     raise Refused("the call returns a tensor that asks for gradients")
             elif not is_value(x):
                 raise Refused(f"the call returns a {type(x).__name__}, whose contents may change")
-        self.storages = {base: _whole(xs) for base, xs in groups.items() if base not in origins}
+        ours = {b: xs for b, xs in groups.items() if b < 0 or origins.get(b) == OURS}
+        self.storages = {base: _whole(xs) for base, xs in ours.items()}
         """For each storage with results that are to be copied, the part that holds them."""
+
+    def _place(self, x: torch.Tensor) -> int:
+        """The address of its storage; empty ones have none, and are told apart by themselves."""
+        return self._storage(x).data_ptr() or -id(x)
 
     def give(self, tensors: list[torch.Tensor]) -> Any:
         """The result for a call with `tensors`, the caller's own."""
         fresh = {base: whole.clone() for base, whole in self.storages.items()}
 
         def leaf(x: Any) -> Any:
-            base = self._storage(x).data_ptr() if isinstance(x, torch.Tensor) else None
+            base = self._place(x) if isinstance(x, torch.Tensor) else None
             if base in fresh:
                 offset = x.storage_offset() - self.storages[base].storage_offset()
                 return laid_out(x, self._storage(fresh[base]), offset)

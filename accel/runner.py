@@ -178,6 +178,8 @@ class GraphRunner:
         for x in key.tensors:
             if not x.is_cpu and x.device != self.pool.device:
                 raise Uncapturable(f"an argument is on {x.device}, not on {self.pool.device}")
+            if self._backend.storage(x).data_ptr() in self._guard.storages:
+                raise Uncapturable("an argument shares memory with a weight or buffer")
         if torch.is_grad_enabled() and (
             any(x.requires_grad for x in key.tensors) or self._guard.requires_grad()
         ):

@@ -26,7 +26,6 @@ SMALL_HOST_TENSOR = 64
 _OF_PYTHON = (types.NoneType, bool, int, float, complex, str, bytes, range, types.EllipsisType)
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _VALUES = (*_OF_PYTHON, *_OF_TORCH, enum.Enum)
-_KEYED = (*_VALUES, types.FunctionType, types.BuiltinFunctionType)
 _LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, types.NoneType, bool, int, float, str))
 """Common types that are no containers, told at a glance."""
 
@@ -88,7 +87,7 @@ def signature(call: Any, backend: Backend) -> Signature:
                 places.append(place)
         elif isinstance(x, torch.Generator):
             shapes.append(kind)  # a recording that draws from one is refused
-        elif isinstance(x, _KEYED):
+        elif isinstance(x, _VALUES):
             shapes.append(None)
             values.append((kind, repr(x) if isinstance(x, (float, complex)) else x))  # 0.0 == -0.0
             places.append(place)
@@ -366,12 +365,16 @@ class Edits:
     """
 
     def __init__(self, call: Any) -> None:
-        self._before = [(box, copy.copy(box), identities(box)) for box in _boxes(call)]
+        self._before = [(box, identities(box)) for box in _boxes(call)]
+        records = [(x, found) for _, x, found in nodes(call) if found and not _is_box(x)]
+        self._records = [(x, list(map(id, found.children))) for x, found in records]
         self._kept: list[tuple[int, list[int]]] = []
+        self._alive = copy.copy(leaves(call))  # so that no new thing takes an old one's identity
 
     def close(self) -> None:
-        """Compares. Raises `Uncapturable` if something was put in that was not there before."""
-        for number, (box, _, before) in enumerate(self._before):
+        """Compares. Raises `Uncapturable` if something was put in that was not there before, or if
+        a dataclass was changed."""
+        for number, (box, before) in enumerate(self._before):
             now = identities(box)
             if not set(now) <= set(before):
                 raise Uncapturable(
@@ -379,7 +382,11 @@ class Edits:
                 )
             if now != before:
                 self._kept.append((number, [before.index(item) for item in now]))
-        self._before = []
+        for record, before in self._records:
+            now = opened(record)
+            if now is None or list(map(id, now.children)) != before:
+                raise Uncapturable(f"the forward changes a {type(record).__name__} it is given")
+        self._before, self._records, self._alive = [], [], []
 
     def apply(self, call: Any) -> None:
         """Leaves `call`'s lists and dicts as the recorded call left its own."""
@@ -392,7 +399,11 @@ class Edits:
 
 
 def _boxes(x: Any) -> list[Any]:
-    return [node for _, node, _ in nodes(x) if isinstance(node, (list, dict))]
+    return [node for _, node, _ in nodes(x) if _is_box(node)]
+
+
+def _is_box(x: Any) -> bool:
+    return isinstance(x, (list, dict))
 
 
 def identities(box: Any) -> list[Any]:

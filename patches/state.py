@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from accel.guard import all_modules
 from accel.patches.forward import PatchedMethod
 from accel.signature import identities
 
@@ -66,7 +67,7 @@ class StateProbe:
         if module is None:
             return None
         if self._watch is None or not self._watch.untouched():
-            modules = list(module.modules())
+            modules = all_modules(module)
             self._state, self._watch = _State(modules), _Watch(modules)
         return _surroundings(), self._state
 
@@ -92,7 +93,7 @@ class StateProbe:
             return "the module is gone"
         if len(set(getattr(module, "hf_device_map", {}).values())) > 1:
             return "device_map spreads the module over several devices"
-        for child in module.modules():
+        for child in all_modules(module):
             if (reason := _veto_of(child, child is module)) is not None:
                 return reason
         return None

@@ -25,6 +25,8 @@ CALLS = [(1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1), (4, 0)]
 NEVER_RECORDED = {
     "glm_image_cached": "kv_caches is a GlmImageKVCache, whose contents may change",
     "omnigen": "the model keeps a tensor that this call made",  # a new table in every call
+    "sana_wm_refiner_cached": "kv_cache is a SanaWMRefinerKVCache, whose contents may change",
+    "wan_animate2": "kv_cache is a WanAnimate2KVCache, whose contents may change",
 }
 """Families that no recording fits, and what the report says about them."""
 NOT_DETERMINISTIC = {"nucleus"}
