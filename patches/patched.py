@@ -14,6 +14,7 @@ from torch import nn
 
 from accel.backend import backend_for
 from accel.patches.part import Options, Part
+from accel.patches.schedulers import SyncFreeSchedulers
 
 _NEVER = ("safety_checker",)
 _log = logging.getLogger("accel")
@@ -39,6 +40,7 @@ class Patched:
         self._components: dict[str, weakref.ref[nn.Module]] = {}
         self._logged = False
         self.find_parts()
+        self._schedulers = SyncFreeSchedulers(obj) if self._parts else None
 
     @property
     def parts(self) -> list[Part]:
@@ -68,10 +70,20 @@ class Patched:
             _parts[module] = weakref.ref(known)
         return known
 
+    def take_off(self, shared: list[Part]) -> None:
+        """Restores the modules and schedulers, except parts that others share."""
+        for part in self.parts:
+            if part not in shared:
+                part.take_off()
+        if self._schedulers is not None:
+            self._schedulers.take_off()
+
     def look_around(self) -> None:
         """Run after each part's call: a component assigned since is patched, a patch that went
         away with someone's hook is put on again, and that nothing gains is said once."""
         obj = self._obj()
+        if self._schedulers is not None:
+            self._schedulers.refresh()
         for name, module in self._components.items():
             if getattr(obj, name, None) is not module():
                 self.find_parts()

@@ -26,7 +26,8 @@ def patch(
     text_encoder: bool = True,
     vae: bool = True,
 ) -> T:
-    """Makes a pipeline's denoisers, text encoders and VAE decode run as CUDA graphs, in place.
+    """Makes a pipeline's denoisers, text encoders and VAE decode run as CUDA graphs, in place, and
+    its schedulers' steps without waiting for the device.
 
     `obj` is a diffusers pipeline, classic or modular, or a module; it is returned. Results stay the
     same bit for bit. Calling it again changes the options. Without CUDA nothing is changed, and
@@ -69,9 +70,7 @@ def unpatch(obj: T) -> T:
     patched = _patches.pop(obj, None)
     if patched is None:
         return obj
-    for part in patched.parts:
-        if not any(part in other.parts for other in _patches.values()):
-            part.take_off()
+    patched.take_off(shared=[part for other in _patches.values() for part in other.parts])
     if not any(patched.options is other.options for other in _patches.values()):
         for pool in patched.options.pools.values():
             pool.retire()

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import EulerDiscreteScheduler
 from torch import nn
 
 import accel
 from accel.backend import Backend
+from accel.patches.schedulers import is_sync_free
 from accel.pipelines import tiny
 from tests.patches.pair import Pair, draw
 
@@ -245,3 +247,18 @@ def test_everything_declined_is_logged_once(
             both.picture(seed)
     assert both.part("unet").captures == 0
     assert sum("accel" in record.name for record in caplog.records) == 1
+
+
+def test_schedulers_do_not_wait_while_patched_and_are_stock_afterwards(
+    device: torch.device,
+) -> None:
+    both = Pair("sd15", device)
+    kind = type(both.plain.scheduler)
+    assert is_sync_free(both.patched.scheduler)
+    both.patched.scheduler = EulerDiscreteScheduler.from_config(both.patched.scheduler.config)
+    both.plain.scheduler = EulerDiscreteScheduler.from_config(both.plain.scheduler.config)
+    for seed in range(3):
+        both.picture(seed)
+    assert is_sync_free(both.patched.scheduler)
+    accel.unpatch(both.patched)
+    assert type(both.patched.scheduler) is EulerDiscreteScheduler is not kind
