@@ -41,6 +41,14 @@ class Stream:
     def __repr__(self) -> str:
         return f"<sim stream {self.stream_id}>"
 
+    def synchronize(self) -> None:
+        """The host waits for this stream."""
+        card.synchronize(self)
+
+    def wait_stream(self, other: Stream) -> None:
+        """What is queued here from now on starts after what is queued on `other`."""
+        self.time = max(self.time, other.time)
+
 
 class _Here(threading.local):
     stream: Stream | None = None

@@ -6,12 +6,14 @@ Knows the names that torch and model code look up; the numbers come from the dev
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from tests.simulated.device import Device
+    from tests.simulated.device import Device, Stream
 
 
 class SimModule:
@@ -51,6 +53,24 @@ class SimModule:
 
     def synchronize(self, device: Any = NotImplemented) -> None:
         self.card.synchronize(self.card.current_stream())
+
+    def Stream(self, device: Any = NotImplemented) -> Stream:  # noqa: N802
+        from tests.simulated import device as simulated, tensors
+
+        return simulated.Stream(tensors.SIM)
+
+    def current_stream(self, device: Any = NotImplemented) -> Stream:
+        return self.card.current_stream()
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        """Makes `stream` the calling thread's current one."""
+        before = self.card.current_stream()
+        self.card.set_current_stream(stream)
+        try:
+            yield
+        finally:
+            self.card.set_current_stream(before)
 
     def empty_cache(self) -> None:
         from tests.simulated.tensors import arena
