@@ -1,7 +1,8 @@
 """One denoiser forward on a GPU: eager, as one bare CUDA graph, and patched, in one process.
 
 Answers three questions of a model at its real size: how far a patched forward is from the same
-forward captured whole and replayed, what recording a new shape costs an op, and what declining costs. Run as
+forward captured whole and replayed, what recording a new shape costs an op, and what declining
+costs. Run as
 
     python scripts/measure_forward.py sdxl sd15 zimage:1024 --output docs/benchmarks/forward.json
 
