@@ -1,4 +1,4 @@
-"""From settings to a picture: which arguments a pipeline takes, and the call itself.
+"""From settings to a picture: the call's arguments, and the call itself.
 
 A picture is made alone, with its own generator on the CPU: so it can be made again from its
 settings, whatever else was asked for in the same run and whatever GPU made it first.
@@ -6,10 +6,16 @@ settings, whatever else was asked for in the same run and whatever GPU made it f
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from accel.pipelines.arguments import (
+    call_defaults,
+    guidance_argument,
+    is_modular,
+    name_of,
+    refuse_unfit,
+)
 from accel.pipelines.console import OnStep
 from accel.pipelines.errors import AccelError, BadInput
 from accel.pipelines.settings import Settings
@@ -31,20 +37,6 @@ class Take:
     def image(self) -> Image:
         """The first picture."""
         return self.images[0]
-
-
-def is_modular(pipe: Any) -> bool:
-    """Whether `pipe` is a modular pipeline: its arguments are its blocks' inputs."""
-    return hasattr(pipe, "blocks") and hasattr(pipe, "default_call_parameters")
-
-
-def call_defaults(pipe: Any) -> dict[str, Any]:
-    """The arguments that `pipe` takes, with their defaults (None where there is none)."""
-    if is_modular(pipe):
-        inputs = pipe.default_call_parameters
-        return {name: default for name, default in inputs.items() if name is not None}
-    parameters = inspect.signature(pipe.__call__).parameters.values()
-    return {p.name: None if p.default is p.empty else p.default for p in parameters}
 
 
 def completed(pipe: Any, settings: Settings) -> Settings:
@@ -69,17 +61,9 @@ def with_size(pipe: Any, settings: Settings, image: Image) -> Settings:
     return settings
 
 
-def guidance_argument(known: dict[str, Any]) -> str | None:
-    """What `--guidance` sets. Pipelines with both arguments and no default for `guidance_scale`
-    guide by `true_cfg_scale`; the other one is for distilled models and does nothing there."""
-    if "true_cfg_scale" in known and known.get("guidance_scale") is None:
-        return "true_cfg_scale"
-    return "guidance_scale" if "guidance_scale" in known else None
-
-
 def call_arguments(pipe: Any, settings: Settings) -> dict[str, Any]:
-    """The keyword arguments of the call, without generator and output. Raises `BadInput` for what
-    the pipeline has no argument for."""
+    """The keyword arguments of the call, without generator and output; `pipe` may be the class of a
+    classic pipeline. Raises `BadInput` for what it has no argument for, or of another kind."""
     known = call_defaults(pipe)
     wanted = {
         ("a prompt", "prompt"): settings.prompt or (None if "prompt" not in known else ""),
@@ -88,12 +72,13 @@ def call_arguments(pipe: Any, settings: Settings) -> dict[str, Any]:
         ("--guidance", guidance_argument(known) or "guidance_scale"): settings.guidance,
         ("--size", "width"): settings.width,
         ("--size", "height"): settings.height,
-        **{(f"--set {name}", name): value for name, value in settings.extra.items()},
     }
     for (option, name), value in wanted.items():
         if value is not None and name not in known:
-            raise BadInput(f"{option}: {type(pipe).__name__} takes no {name}; leave it out")
-    return {name: value for (_, name), value in wanted.items() if value is not None}
+            raise BadInput(f"{option}: {name_of(pipe)} takes no {name}; leave it out")
+    refuse_unfit(pipe, settings.extra)
+    named = {name: value for (_, name), value in wanted.items() if value is not None}
+    return {**named, **{k: v for k, v in settings.extra.items() if v is not None}}
 
 
 def make(

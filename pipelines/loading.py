@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel.pipelines import hub
 from accel.pipelines.errors import AccelError, BadInput, explained, first_line, is_out_of_memory
 from accel.pipelines.models import Model, Trust, file_fingerprint, is_hub_id
 from accel.pipelines.settings import Lora
@@ -141,7 +142,16 @@ def _load_modular(model: Model, where: Placement, trust: Trust) -> Any:
         n for n, k in kinds.items() if k is None or issubclass(k, torch.nn.Module | AutoModel)
     }
     allowed = None if trust.pickle else True
-    pipe.load_components(dtype=where.dtype, use_safetensors=dict.fromkeys(weighty, allowed))
+    # Each component may lie in a repository of its own.
+    away = {pipe.get_component_spec(n).pretrained_model_name_or_path for n in names}
+    reasons = [
+        hub.unreachable(a, "a component") for a in sorted(filter(None, away)) if is_hub_id(a)
+    ]
+    pipe.load_components(
+        dtype=where.dtype,
+        use_safetensors=dict.fromkeys(weighty, allowed),
+        local_files_only=any(reasons),
+    )
     missing = [n for n in names if n in model.components and getattr(pipe, n, None) is None]
     if missing:
         # The library only warns here, and the call fails much later with a riddle.
@@ -192,7 +202,7 @@ def _load_lora(pipe: Any, lora: Lora, name: str, trust: Trust) -> None:
     path = Path(lora.path).expanduser()
     safely = None if trust.pickle else True
     if not path.is_file():
-        pipe.load_lora_weights(lora.path, adapter_name=name, use_safetensors=safely)
+        _load_lora_folder(pipe, lora.path, name, safely)
         return
     if path.suffix != ".safetensors" and not trust.pickle:
         # The library reads such a file whatever `use_safetensors` says.
@@ -200,3 +210,21 @@ def _load_lora(pipe: Any, lora: Lora, name: str, trust: Trust) -> None:
     pipe.load_lora_weights(
         str(path.parent), weight_name=path.name, adapter_name=name, use_safetensors=safely
     )
+
+
+def _load_lora_folder(pipe: Any, path: str, name: str, safely: bool | None) -> None:
+    unreachable = hub.unreachable(path, "--lora") if is_hub_id(path) else None
+    folder = path if unreachable is None else _cached_folder(path, unreachable)
+    pipe.load_lora_weights(folder, adapter_name=name, use_safetensors=safely)
+
+
+def _cached_folder(name: str, unreachable: str) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(name, local_files_only=True)
+    except LocalEntryNotFoundError as error:
+        raise hub.missing(name, "--lora", unreachable) from error
+    hub.tell_cached(name, unreachable)
+    return folder

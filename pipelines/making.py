@@ -77,7 +77,9 @@ def _base(order: Order) -> tuple[Settings, dict[str, Any]]:
         raise BadInput(
             'no prompt: accel generate "a red circle on a blue background", or --prompts'
         )
-    width, height = parse_size(order.size) if order.size else (None, None)
+    if "num_images_per_prompt" in order.extra:
+        raise BadInput("--set num_images_per_prompt: --number makes several pictures of a prompt")
+    width, height = parse_size(order.size) if order.size is not None else (None, None)
     loras = tuple(Lora.parse(text) for text in order.loras) or None
     extra = {**settings.extra, **order.extra}
     changes = {**order.changes, "width": width, "height": height, "loras": loras, "extra": extra}
@@ -92,12 +94,13 @@ def _seed(order: Order, base: Settings) -> int | None:
 
 def _prepared(order: Order, base: Settings, wanted: list[Settings]) -> Prepared:
     from accel.pipelines import subjects
-    from accel.pipelines.generation import call_defaults
+    from accel.pipelines.arguments import call_defaults
 
     subject = subjects.load_model(base, order.device, trust=order.trust, quiet=order.quiet)
     if "num_frames" in call_defaults(subject.pipe):
         raise BadInput(f"{base.model} makes videos; accel generate makes pictures")
     chosen = [replace(subject.settings, prompt=s.prompt, seed=s.seed) for s in wanted]
+    subjects.tell(chosen)
     pipe = subject.pipe
     if order.mode != "off":
         import accel
@@ -121,7 +124,7 @@ def _write_one(ready: Prepared, settings: Settings, path: Path, on_step: OnStep)
     from accel.pipelines.subjects import as_called
 
     started = time.perf_counter()
-    image = make(ready.pipe, as_called(settings, tell=True), on_step=on_step).image
+    image = make(ready.pipe, as_called(settings), on_step=on_step).image
     seconds = time.perf_counter() - started
     settings = with_size(ready.pipe, settings, image)
     if image.size != (settings.width or image.width, settings.height or image.height):

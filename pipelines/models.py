@@ -17,8 +17,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from accel.pipelines import hub
 from accel.pipelines.errors import BadInput, first_line
 
+ZOO = ("zimage", "qwenimage", "flux", "sdxl", "sd15", "sd35m", "sana", "pixart", "wan")
+"""The names of `zoo.names()`, here so that others are answered before torch is loaded."""
 INDEXES = ("model_index.json", "modular_model_index.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -82,9 +85,11 @@ class Model:
         return digest.hexdigest()[:16]
 
 
-def resolve(name: str, trust: Trust | None = None) -> Model:
+def resolve(name: str, trust: Trust | None = None, unreachable: str | None = None) -> Model:
     """The model that `name` stands for. Raises `BadInput` in one line if there is none, if the
     folder is no pipeline, or if it needs what `trust` (default: nothing) does not allow.
+    `unreachable` says why the hub cannot be asked (`hub.unreachable`): a hub id then stands for
+    what the hub's cache holds.
 
     >>> resolve("./no/such/folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -92,7 +97,7 @@ def resolve(name: str, trust: Trust | None = None) -> Model:
     accel.pipelines.errors.BadInput: no such model folder: ./no/such/folder (a model is ...
     """
     trust = trust or Trust()
-    model = Model(name, _folder_of(name, trust))
+    model = Model(name, _folder_of(name, trust, unreachable))
     _refuse_what_is_no_pipeline(model)
     if not trust.code:
         _refuse_code(model)
@@ -107,7 +112,7 @@ def is_hub_id(name: str) -> bool:
     return hub_like and not Path(name).exists()
 
 
-def _folder_of(name: str, trust: Trust) -> Path:
+def _folder_of(name: str, trust: Trust, unreachable: str | None) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -116,7 +121,11 @@ def _folder_of(name: str, trust: Trust) -> Path:
     if name == "demo":
         return _demo_folder()
     if is_hub_id(name):
-        return _hub_folder(name, trust)
+        return _hub_folder(name, trust, unreachable)
+    if name in ZOO:
+        raise BadInput(
+            f"{name} has random weights: accel bench, verify and explain take it, generate does not"
+        )
     raise BadInput(
         f"no such model folder: {name} (a model is demo, a folder or a hub id, owner/name)"
     )
@@ -131,34 +140,43 @@ def _demo_folder() -> Path:
         raise BadInput(f"{first_line(error)}, or give a folder or hub id as --model") from error
 
 
-def _hub_folder(name: str, trust: Trust) -> Path:
+def _hub_folder(name: str, trust: Trust, unreachable: str | None) -> Path:
     """Downloads what the pipeline needs (or finds it in the hub's cache) and returns its folder."""
-    from diffusers import DiffusionPipeline
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
-        try:
-            hf_hub_download(name, INDEXES[0])
-        except LocalEntryNotFoundError:  # no network and not in the cache: no use in asking again
-            raise
-        except EntryNotFoundError:
-            return Path(hf_hub_download(name, INDEXES[1])).parent
-        downloaded = DiffusionPipeline.download(
-            name,
-            use_safetensors=None if trust.pickle else True,
-            trust_remote_code=trust.code,
-        )
+        return _downloaded(name, trust, offline=unreachable is not None)
     except Exception as error:  # the hub, its client and diffusers raise a dozen types
         if "safetensors" in str(error) and not trust.pickle:
             raise BadInput(_pickle_line(name, "no safetensors weights on the hub")) from error
         if "trust_remote_code" in str(error):
             raise BadInput(_code_line(name, "its repository says so")) from error
+        if unreachable is not None:
+            raise hub.missing(name, "--model", unreachable) from error
         raise BadInput(
             f"no folder {name} here, and the hub did not give that model: {first_line(error)}"
         ) from error
-    return Path(downloaded)
+
+
+def _downloaded(name: str, trust: Trust, *, offline: bool) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        hf_hub_download(name, INDEXES[0], local_files_only=offline)
+    except EntryNotFoundError as error:
+        if isinstance(error, LocalEntryNotFoundError) and not offline:
+            raise  # the network went away: no use in asking again
+        return Path(hf_hub_download(name, INDEXES[1], local_files_only=offline)).parent
+    from diffusers import DiffusionPipeline
+
+    return Path(
+        DiffusionPipeline.download(
+            name,
+            use_safetensors=None if trust.pickle else True,
+            trust_remote_code=trust.code,
+            local_files_only=offline,
+        )
+    )
 
 
 def _refuse_what_is_no_pipeline(model: Model) -> None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+def _finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no finite number")
+    return value
+
 
 MODEL_HELP = "demo, a pipeline folder, or a hub id (owner/name)."
 SUBJECT_HELP = (
@@ -21,7 +29,8 @@ Size = Annotated[
 ]
 Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Denoising steps.")]
 Guidance = Annotated[
-    float | None, typer.Option("--guidance", help="How strongly the prompt steers.")
+    float | None,
+    typer.Option("--guidance", help="How strongly the prompt steers.", callback=_finite),
 ]
 Negative = Annotated[
     str | None, typer.Option("--negative-prompt", help="What the picture should not show.")

@@ -84,7 +84,8 @@ def _check(pattern: str) -> None:
         raise BadInput(f"--output {pattern}: no {{{unknown[0]}}} here; a pattern may hold {known}")
     if not pattern.lower().endswith(".png"):
         raise BadInput(
-            f"--output {pattern}: pictures are PNG files, name it .png, or a folder: folder/"
+            f"--output {pattern}: pictures are PNG files, so name it {Path(pattern).stem}.png, or "
+            f"write {pattern}/ for a folder"
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from accel.pipelines.arguments import refuse_reserved
 from accel.pipelines.errors import BadInput, first_line
 from accel.pipelines.settings import Settings
 
@@ -34,7 +35,9 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
 
 
 def parse_extra(pairs: Sequence[str]) -> dict[str, Any]:
-    """`NAME=VALUE` pairs; a value is JSON where it can be read so, else text.
+    """`NAME=VALUE` pairs; a value is JSON where it can be read so, else text. Raises `BadInput` for
+    a pair without a name, for a name that is not to be set so, for a list or an object that is
+    not closed, and for numbers that are none.
 
     >>> parse_extra(["clip_skip=1", "sigmas=[1.0, 0.5]"])
     {'clip_skip': 1, 'sigmas': [1.0, 0.5]}
@@ -44,11 +47,21 @@ def parse_extra(pairs: Sequence[str]) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
             raise BadInput(f"--set {pair}: write it as NAME=VALUE")
-        try:
-            extra[name] = json.loads(value)
-        except ValueError:
-            extra[name] = value
+        refuse_reserved(name)
+        extra[name] = _parsed(pair, value)
     return extra
+
+
+def _parsed(pair: str, value: str) -> Any:
+    def refuse(number: str) -> None:
+        raise BadInput(f"--set {pair}: {number} is no finite number")
+
+    try:
+        return json.loads(value, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        if value.lstrip().startswith(("[", "{", '"')):
+            raise BadInput(f"--set {pair}: the value is no JSON: {first_line(error)}") from error
+        return value
 
 
 def settings_for(

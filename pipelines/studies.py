@@ -50,7 +50,7 @@ def wishes(
     loras: Sequence[str] | None,
 ) -> dict[str, Any]:
     """Settings as far as the command line named them; None elsewhere."""
-    width, height = parse_size(size) if size else (None, None)
+    width, height = parse_size(size) if size is not None else (None, None)
     return {
         "prompt": prompt,
         "width": width,
@@ -112,6 +112,7 @@ def _conduct(study: Study, work: Work, show: Callable[[dict[str, Any]], None]) -
         subject = subjects.obtain(
             study.model, study.wishes, study.device, trust=study.trust, quiet=not study.debug
         )
+        subjects.tell([subject.settings])
         result = {"command": shlex.join(["accel", *sys.argv[1:]]), **work(subject, say)}
     if study.json:
         print_json(result)

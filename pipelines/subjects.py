@@ -5,18 +5,24 @@ This module puts together what `models`, `loading`, `zoo` and `demo` know.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accel.pipelines import loading
+from accel.pipelines import hub, loading
+from accel.pipelines.arguments import call_defaults, guidance_argument
 from accel.pipelines.console import note
 from accel.pipelines.errors import BadInput, explained
-from accel.pipelines.generation import call_arguments, call_defaults, completed, guidance_argument
-from accel.pipelines.models import Trust, is_hub_id, resolve
+from accel.pipelines.generation import call_arguments, completed
+from accel.pipelines.models import ZOO, Model, Trust, is_hub_id, resolve
 from accel.pipelines.settings import Settings
 
 PROMPT = "a red circle on a blue background"
+
+SMALLEST_DEMO = 192
+"""Pixels a side below which the demo model draws little but background. It was trained at 256; at
+192 it loses some things, from 320 on it draws more of them than were asked for."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +48,25 @@ def load_model(
 ) -> Subject:
     """The pipeline that `settings` name: demo, a folder or a hub id. Raises `BadInput` for
     arguments that the pipeline does not take."""
-    if not is_hub_id(settings.model):
-        resolve(settings.model, trust)  # a typing mistake is answered before torch is loaded
-    loras = loading.identified(settings.loras)
-    where = loading.placement(device, settings.dtype)
-    model = resolve(settings.model, trust)
-    if quiet:
-        loading.quiet()
-    pipe = loading.load(model, where, trust=trust, loras=loras)
+    unreachable = None
+    if is_hub_id(settings.model):
+        unreachable = hub.unreachable(settings.model, "--model")
+    if unreachable is not None or not is_hub_id(settings.model):
+        resolve(
+            settings.model, trust, unreachable
+        )  # what is missing is told before torch is loaded
+    hub.tell_cached(settings.model, unreachable)
     if settings.model == "demo":
         settings = _with_demo_defaults(settings)
+    loras = loading.identified(settings.loras)
+    where = loading.placement(device, settings.dtype)
+    model = resolve(settings.model, trust, unreachable)
+    if quiet:
+        loading.quiet()
+    kind = _pipeline_class(model)
+    if kind is not None:  # a wrong argument is answered before weights are loaded
+        call_arguments(kind, settings)
+    pipe = loading.load(model, where, trust=trust, loras=loras)
     call_arguments(pipe, settings)
     settings = completed(pipe, settings.changed(dtype=where.dtype_name, loras=loras))
     return Subject(pipe, settings, where, model.fingerprint)
@@ -69,10 +84,11 @@ def obtain(
     settings = Settings(model=name, prompt=PROMPT)
     if name == "demo" or is_hub_id(name) or Path(name).expanduser().exists():
         return load_model(settings.changed(**wishes), device, trust=trust, quiet=quiet)
-    from accel.pipelines import zoo
-
-    if name not in zoo.names():
-        raise BadInput(f"no such model folder: {name}; the zoo has {', '.join(zoo.names())}")
+    if name not in ZOO:
+        raise BadInput(
+            f"no such model folder: {name}; the zoo has {', '.join(ZOO)}; else give demo, a folder "
+            "or a hub id, owner/name"
+        )
     return _from_zoo(settings, wishes, device, trust=trust, quiet=quiet)
 
 
@@ -80,6 +96,8 @@ def _from_zoo(
     settings: Settings, wishes: dict[str, Any], device: str, *, trust: Trust | None, quiet: bool
 ) -> Subject:
     from accel.pipelines import zoo
+    from accel.pipelines.recipe import stock_class
+    from accel.pipelines.zoo_configs import RECIPES
 
     loras = loading.identified(wishes.get("loras") or ())
     where = loading.placement(device, wishes.get("dtype") or "auto")
@@ -87,16 +105,16 @@ def _from_zoo(
         where = replace(where, dtype=zoo.dtype(settings.model))
     if quiet:
         loading.quiet()
+    kind = stock_class(RECIPES[settings.model].pipeline)
+    settings = _named(kind, settings, zoo.defaults(settings.model))
+    settings = settings.changed(**wishes | {"loras": loras})
+    call_arguments(kind, settings)  # before billions of weights are drawn
     try:
         pipe = zoo.build(settings.model, where.device, where.dtype, seed=0)
     except Exception as error:
         raise explained(error) from error
     loading.hide_progress(pipe)
     loading.activate(pipe, loras, trust)
-    settings = _named(pipe, settings, zoo.defaults(settings.model)).changed(
-        **wishes | {"loras": loras}
-    )
-    call_arguments(pipe, settings)
     return Subject(pipe, completed(pipe, replace(settings, dtype=where.dtype_name)), where)
 
 
@@ -114,26 +132,59 @@ def _named(pipe: Any, settings: Settings, arguments: dict[str, Any]) -> Settings
     return replace(settings, extra=extra, **known)
 
 
+def _pipeline_class(model: Model) -> Any:
+    """The class of a classic stock pipeline, None for any other."""
+    import diffusers
+
+    name = model.index["_class_name"]
+    kind = getattr(diffusers, name, None) if isinstance(name, str) and not model.modular else None
+    known = isinstance(kind, type) and issubclass(kind, diffusers.DiffusionPipeline)
+    return kind if known else None
+
+
 def _with_demo_defaults(settings: Settings) -> Settings:
     from accel.pipelines import demo
 
+    width, height = settings.width or demo.SIZE, settings.height or demo.SIZE
+    if min(width, height) < SMALLEST_DEMO:
+        raise BadInput(
+            f"--size {width}x{height}: the demo model was trained at {demo.SIZE}x{demo.SIZE} and "
+            f"draws little but background below {SMALLEST_DEMO} pixels a side"
+        )
     return replace(
         settings,
         steps=demo.DEFAULT_STEPS if settings.steps is None else settings.steps,
         guidance=demo.DEFAULT_GUIDANCE if settings.guidance is None else settings.guidance,
-        width=settings.width or demo.SIZE,
-        height=settings.height or demo.SIZE,
+        width=width,
+        height=height,
     )
 
 
-def as_called(settings: Settings, *, tell: bool = False) -> Settings:
-    """The settings with the prompt as the model understands it: the demo model knows few words, and
-    with `tell` one line says which were replaced."""
+def as_called(settings: Settings) -> Settings:
+    """The settings with the prompt as the model understands it: the demo model knows few words."""
     if settings.model != "demo":
         return settings
     from accel.pipelines import demo
 
-    told = demo.notice(settings.prompt)
-    if tell and told is not None:
-        note(told)
     return replace(settings, prompt=demo.translate(settings.prompt))
+
+
+def tell(wanted: Iterable[Settings]) -> None:
+    """Says on stderr what the model will not draw as asked: one line each, and once."""
+    for line in dict.fromkeys(line for settings in wanted for line in _remarks(settings)):
+        note(line)
+
+
+def _remarks(settings: Settings) -> Iterator[str]:
+    if settings.model != "demo":
+        return
+    from accel.pipelines import demo
+
+    told = demo.notice(settings.prompt)
+    if told is not None:
+        yield told
+    if (settings.width, settings.height) != (demo.SIZE, demo.SIZE):
+        yield (
+            f"the demo model was trained at {demo.SIZE}x{demo.SIZE}: at {settings.width}x"
+            f"{settings.height} expect things missing, misshapen or too many"
+        )

@@ -55,6 +55,8 @@ def test_help_and_mistakes_are_answered_without_loading_torch() -> None:
     lines = [["--help"], ["generate", "--help"], ["generate", "x", "--model", "./nowhere"]]
     lines += [["generate", "x", "--wrong"], ["generate"], ["bench", "x", "--size", "y"]]
     lines += [["generate", "x", "--dtype", "int8"], ["generate", "x", "--lora", "nowhere"]]
+    lines += [["bench", "nosuch"], ["verify", "nosuch"], ["explain", "nosuch"]]
+    lines += [["generate", "x", "--set", "seed=1"], ["generate", "x", "--size", "64"]]
     script = (
         "import json, sys\n"
         "from accel.pipelines.cli import main\n"
@@ -69,7 +71,7 @@ def test_help_and_mistakes_are_answered_without_loading_torch() -> None:
         check=True,
         timeout=120,
     )
-    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 0, 2, 2, 2, 2, 2, 2], []]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 0] + [2] * 11, []]
 
 
 def test_the_installed_command_ends_with_the_exit_code() -> None:

@@ -33,15 +33,60 @@ def test_a_missing_demo_is_one_line(accel_cli: Cli, monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_the_demo_is_asked_in_words_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_is_asked_in_words_it_knows() -> None:
     asked = Settings("a navy ball", model="demo")
     assert subjects.as_called(asked).prompt == demo.translate("a navy ball") != asked.prompt
-    assert capsys.readouterr().err == ""
-    subjects.as_called(asked, tell=True)
-    told = capsys.readouterr().err
-    assert told.startswith("accel: ") and '"navy" drawn as "dark blue"' in told
     other = Settings("a navy ball", model="somewhere/else")
-    assert subjects.as_called(other, tell=True) == other
+    assert subjects.as_called(other) == other
+
+
+def test_what_the_demo_cannot_draw_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    full = {"model": "demo", "width": demo.SIZE, "height": demo.SIZE}
+    subjects.tell([Settings("a red ball", **full), Settings("x", model="somewhere/else")])
+    assert capsys.readouterr().err == ""
+    subjects.tell([Settings("a navy ball", seed=seed, **full) for seed in range(3)])
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("accel: ") and '"navy" drawn as "dark blue"' in told
+
+
+@pytest.mark.parametrize("size", ["128", "8", "512x191"])
+def test_sizes_at_which_the_demo_draws_nothing_are_refused(accel_cli: Cli, size: str) -> None:
+    for command in (("generate", "a red ball"), ("bench", "demo"), ("verify", "demo")):
+        done = accel_cli(*command, "--size", size)
+        assert done.code == 2
+        assert done.complaint.startswith(f"accel: --size {size.partition('x')[0]}x")
+        assert "trained at 256x256 and draws little but background below 192" in done.complaint
+
+
+@needs_weights
+@pytest.mark.parametrize("size", ["192", "256x320"])
+def test_other_sizes_than_the_trained_one_get_a_note(accel_cli: Cli, size: str) -> None:
+    done = accel_cli("generate", "a red ball", "--size", size, "--steps", "1", "-o", "x.png")
+    assert done.code == 0
+    assert done.complaint.startswith("accel: the demo model was trained at 256x256: at ")
+
+
+@needs_weights
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "a navy ball", "-n", "2", "-o", "{index}.png"),
+        ("bench", "demo", "a navy ball", "--repeats", "1"),
+        ("verify", "demo", "a navy ball", "--runs", "1"),
+        ("explain", "demo", "a navy ball", "--runs", "1"),
+    ],
+)
+def test_every_command_notes_replaced_words_once(accel_cli: Cli, command: tuple[str, ...]) -> None:
+    done = accel_cli(*command, "--steps", "2")
+    assert done.code == 0, done.err
+    assert '"navy" drawn as "dark blue"' in done.complaint
+
+
+@needs_weights
+def test_an_empty_prompt_says_what_it_draws(accel_cli: Cli) -> None:
+    done = accel_cli("generate", "", "--steps", "1", "-o", "x.png")
+    assert done.code == 0
+    assert 'the prompt is empty, drawn as "a circle"' in done.complaint
 
 
 @needs_weights

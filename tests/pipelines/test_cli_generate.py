@@ -78,11 +78,21 @@ def test_a_picture_does_not_depend_on_its_neighbours(
     assert Path("alone.png").read_bytes() == Path("b2.png").read_bytes()
 
 
+def test_two_prompts_make_two_pictures_in_a_new_folder(
+    accel_cli: Cli, model: tuple[str, ...]
+) -> None:
+    done = accel_cli("generate", "red", "blue", *model, "--seed", "1", "-o", "new/pictures/")
+    assert (done.code, done.err) == (0, "")
+    made = sorted(path.name for path in Path("new/pictures").iterdir())
+    assert made == ["0-red-1.png", "1-blue-1.png"]
+
+
 def test_prompts_come_from_a_file(accel_cli: Cli, model: tuple[str, ...]) -> None:
-    Path("prompts.txt").write_text("one\ntwo\n", encoding="utf-8")
+    Path("prompts.txt").write_text("\none\n\n  \ntwo\n", encoding="utf-8")
     done = accel_cli("generate", "--prompts", "prompts.txt", *model, "-o", "{index}.png")
     assert done.code == 0
     assert _varies(Path("0.png")) and _varies(Path("1.png"))
+    assert not Path("2.png").exists()
 
 
 @pytest.mark.parametrize("name", ["flux", "zimage", "qwenimage", "sdxl"])
@@ -113,13 +123,29 @@ BAD = {
     "unwritable": (["--output", "file/x.png"], "cannot write in "),
     "wrong size": (["--size", "64by64"], "a size is 512 or 768x512"),
     "indivisible": (["--size", "63"], "divisible by 8 but are 63 and 63; --size sets it"),
-    "no step": (["--steps", "0"], "greater than or equal to 1"),
+    "no step": (["--steps", "0"], "'--steps': Input should be greater than or equal to 1"),
+    "no picture": (["--number", "0"], "greater than or equal to 1"),
+    "no such seed": (["--seed", "-1"], "'--seed': Input should be greater than or equal to 0"),
+    "guidance of none": (["--guidance", "nan"], "'--guidance': nan is no finite number"),
+    "endless guidance": (["--guidance", "inf"], "'--guidance': inf is no finite number"),
+    "empty size": (["--size", ""], "a size is 512 or 768x512"),
+    "no folder": (["-o", "pictures"], "write pictures/ for a folder"),
+    "a zoo's name": (["--model", "sdxl"], "sdxl has random weights: accel bench, verify"),
     "no such dtype": (["--dtype", "int3"], "choose from auto, float32"),
     "no such device": (["--device", "abacus"], "--device abacus: no such device"),
     "another device": (["--device", "meta"], "pipelines run on cpu and cuda"),
     "no such mode": (["--mode", "warp"], "choose from exact, off"),
     "no such option": (["--warp"], "No such option"),
-    "no such argument": (["--set", "warp=9"], "StableDiffusionPipeline takes no warp"),
+    "no such argument": (["--set", "warp=9"], "takes no warp; it takes timesteps, sigmas, "),
+    "misspelt argument": (["--set", "clipskip=1"], "takes no clipskip; did you mean clip_skip?"),
+    "no number": (["--set", "guidance_rescale=x"], "guidance_rescale takes a finite number"),
+    "no whole number": (["--set", "clip_skip=1.5"], "--set clip_skip=1.5: clip_skip takes a whole"),
+    "no JSON": (["--set", "sigmas=[1"], "--set sigmas=[1: the value is no JSON: "),
+    "a tensor": (["--set", "latents=1"], "latents takes nothing that can be written here"),
+    "has an option": (["--set", "width=64"], "--set width: --size sets that"),
+    "guidance again": (["--set", "guidance_scale=1"], "--set guidance_scale: --guidance sets that"),
+    "ours": (["--set", "output_type=np"], "--set output_type: accel sets that itself"),
+    "several": (["--set", "num_images_per_prompt=2"], "--number makes several pictures"),
     "no lora": (["--lora", "missing.safetensors:0.5"], "--lora missing.safetensors: no such file"),
     "no lora folder": (["--lora", "missing:0.5"], "--lora missing: no such file"),
     "no source": (["--from", "missing.png"], "no picture can be read there"),

@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -5,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+
+from accel.pipelines import hub
 
 Cli = Callable[..., Any]
 Folder = Callable[[str], Path]
@@ -55,6 +58,24 @@ def test_a_lora_that_changed_since_is_told(accel_cli: Cli, saved: Folder, lora: 
     again = accel_cli("generate", "--from", "first.png", "--mode", "off", "-o", "again.png")
     assert again.code == 0
     assert again.complaint.startswith(f"accel: the picture was made with LoRA {lora} ")
+
+
+def test_a_cached_lora_works_while_the_hub_is_out_of_reach(
+    accel_cli: Cli, saved: Folder, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "cache" / "models--owner--style"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("0" * 40, encoding="utf-8")
+    shutil.copytree(lora.parent, home / "snapshots" / ("0" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "unreachable", lambda name, option: "the hub is out of reach")
+    one, other = (
+        accel_cli("generate", "x", "-m", saved("sd15"), *SMALL, "-o", f"{name}.png", "--lora", path)
+        for name, path in (("hub", "owner/style:0.5"), ("file", f"{lora}:0.5"))
+    )
+    assert (one.code, other.code) == (0, 0), one.err
+    assert one.complaint == "accel: the hub is out of reach; taking owner/style from the cache"
+    assert _pixels("hub.png") == _pixels("file.png")
 
 
 def test_a_lora_of_another_model_is_refused(accel_cli: Cli, saved: Folder, tmp_path: Path) -> None:
@@ -110,8 +131,6 @@ def test_a_modular_folder_runs(accel_cli: Cli, saved: Folder, tmp_path: Path, na
 def test_a_modular_folder_with_a_missing_part_is_one_line(
     accel_cli: Cli, saved: Folder, tmp_path: Path
 ) -> None:
-    import shutil
-
     from diffusers import ModularPipeline
 
     pipe = ModularPipeline.from_pretrained(str(saved("flux")))

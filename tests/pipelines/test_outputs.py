@@ -46,8 +46,8 @@ def test_two_pictures_never_go_to_one_path(pattern: str) -> None:
         ("{.png", "expected '}'"),
         ("{}.png", "no {} here"),
         ("{seed:q}.png", "Unknown format code"),
-        ("picture.jpg", "name it .png"),
-        ("picture", "name it .png"),
+        ("picture.jpg", r"name it picture\.png, or write picture\.jpg/ for a folder"),
+        ("new/pictures", r"name it pictures\.png, or write new/pictures/ for a folder"),
     ],
 )
 def test_a_wrong_pattern_is_explained(pattern: str, why: str) -> None:

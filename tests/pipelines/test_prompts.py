@@ -56,3 +56,20 @@ def test_extra_arguments_are_json_where_they_can_be() -> None:
 def test_a_pair_without_a_name_is_refused(pair: str) -> None:
     with pytest.raises(BadInput, match="write it as NAME=VALUE"):
         parse_extra([pair])
+
+
+@pytest.mark.parametrize(
+    ("pair", "why"),
+    [
+        ("a=[1", r"--set a=\[1: the value is no JSON: Expecting"),
+        ("a={b}", "the value is no JSON"),
+        ("a=NaN", "NaN is no finite number"),
+        ("a=[-Infinity]", "-Infinity is no finite number"),
+        ("seed=1", "--set seed: --seed sets that"),
+        ("return_dict=false", "accel sets that itself"),
+        ("a=" + "[" * 100_000, "the value is no JSON"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused(pair: str, why: str) -> None:
+    with pytest.raises(BadInput, match=why):
+        parse_extra([pair])

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from accel.pipelines import subjects, tiny, zoo
+from accel.pipelines import loading, subjects, tiny, zoo
 from accel.pipelines.errors import BadInput
 from accel.pipelines.loading import placement
-from accel.pipelines.models import Trust
+from accel.pipelines.models import ZOO, Trust
 from accel.pipelines.settings import Lora
 
 Folder = Callable[[str], Path]
@@ -50,6 +50,26 @@ def test_a_lora_on_the_zoo_is_checked_like_any_other(
         subjects.obtain("sd15", wishes, "cpu", trust=Trust(pickle=allowed))
     with pytest.raises(BadInput, match="--lora gone: no such file"):
         subjects.obtain("sd15", {"loras": (Lora("gone"),)}, "cpu")
+
+
+def test_the_names_of_the_zoo_are_known_without_it() -> None:
+    assert list(ZOO) == zoo.names()
+
+
+def test_an_argument_the_zoo_does_not_take_is_refused_before_weights_are_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zoo, "build", lambda *arguments, **options: pytest.fail("built"))
+    with pytest.raises(BadInput, match="StableDiffusionXLPipeline takes no warp"):
+        subjects.obtain("sdxl", {"extra": {"warp": 9}}, "cpu")
+
+
+def test_an_argument_is_refused_before_weights_are_loaded(
+    saved: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load", lambda *arguments, **options: pytest.fail("loaded"))
+    with pytest.raises(BadInput, match="StableDiffusionPipeline takes no warp"):
+        subjects.obtain(str(saved("sd15")), {"extra": {"warp": 9}}, "cpu")
 
 
 def test_a_folder_comes_before_the_zoo(
