@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from accel.pipelines.tiny_adapters import ADAPTER_FAMILIES
 from accel.pipelines.tiny_controlnets import CONTROLNET_FAMILIES
 from accel.pipelines.tiny_family import Family
 from accel.pipelines.tiny_flex_videos import FLEX_FAMILIES as FLEX_FAMILIES
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Family] = {
     **UNET_FAMILIES,
     **MORE_UNET_FAMILIES,
     **CONTROLNET_FAMILIES,
+    **ADAPTER_FAMILIES,
     **VIDEO_FAMILIES,
     **MORE_VIDEO_FAMILIES,
 }

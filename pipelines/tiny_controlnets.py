@@ -1,4 +1,4 @@
-"""Tiny ControlNets, and denoisers called with what these or an adapter give them.
+"""Tiny ControlNets, and denoisers called with what these give them.
 
 Knows each class's smallest sensible configuration and call. A ControlNet of a class gets the
 arguments of that class's tiny denoiser, a control image, and a scale.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.pipelines.recipe import Part
+from accel.pipelines.recipe import Part, stock_class
 from accel.pipelines.tiny_family import Draw, Family, several
 from accel.pipelines.tiny_images import (
     GUIDED_FLUX,
@@ -26,7 +26,8 @@ from accel.pipelines.tiny_images import (
     sd3,
     z_image,
 )
-from accel.pipelines.tiny_unets import ANIMATEDIFF, FRAMES, SD15, SDXL, sdxl, unet
+from accel.pipelines.tiny_unets import ANIMATEDIFF, FRAMES, SD15, SDXL, animatediff, sdxl, unet
+from accel.pipelines.tiny_videos import COSMOS, cosmos
 
 SCALE = 0.7
 
@@ -161,42 +162,22 @@ def _unet_with_residuals(draw: Draw, variant: int) -> dict[str, Any]:
     }
 
 
-def _unet_with_adapter(draw: Draw, variant: int) -> dict[str, Any]:
+def _motion_with_residuals(draw: Draw, variant: int) -> dict[str, Any]:
     rows, columns = SIZES[variant]
-    states = [draw.normal(2, 16, rows, columns), draw.normal(2, 32, rows // 2, columns // 2)]
-    return {**unet(draw, variant), "down_intrablock_additional_residuals": states}
+    top, bottom = (rows, columns), (rows // 2, columns // 2)
+    shapes = [(16, *top), (16, *top), (16, *bottom), (32, *bottom)]
+    return {
+        **animatediff(draw, variant),
+        "down_block_additional_residuals": [draw.normal(2 * FRAMES, *shape) for shape in shapes],
+        "mid_block_additional_residual": draw.normal(2 * FRAMES, 32, *bottom),
+    }
 
 
-def _unet_with_image_prompt(draw: Draw, variant: int) -> dict[str, Any]:
-    images = [draw.normal(2, 1 + variant, 24)]
-    return {**unet(draw, variant), "added_cond_kwargs": {"image_embeds": images}}
-
-
-def _unet_with_image_prompt_modules() -> nn.Module:
-    """A UNet as `load_ip_adapter` leaves it, for one adapter of four tokens."""
-    from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
-    from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
-
-    made = Part("UNet2DConditionModel", SD15).make()
-    width = {name: attn.to_q.out_features for name, attn in made.named_modules() if _attends(attn)}
-    made.set_attn_processor(
-        {
-            f"{name}.processor": IPAdapterAttnProcessor2_0(hidden, 32)
-            if name.endswith("attn2")
-            else AttnProcessor2_0()
-            for name, hidden in width.items()
-        }
-    )
-    projection = ImageProjection(
-        image_embed_dim=24, cross_attention_dim=32, num_image_text_embeds=4
-    )
-    made.encoder_hid_proj = MultiIPAdapterImageProjection([projection])
-    made.config.encoder_hid_dim_type = "ip_image_proj"
-    return made
-
-
-def _attends(module: nn.Module) -> bool:
-    return hasattr(module, "to_q")
+def _cosmos_with_residuals(draw: Draw, variant: int) -> dict[str, Any]:
+    call = cosmos(draw, variant)
+    _, _, frames, rows, columns = call["hidden_states"].shape
+    residual = draw.normal(1, frames * rows // 2 * columns // 2, 32)
+    return {**call, "block_controlnet_hidden_states": [residual]}
 
 
 def _flux_with_residuals(draw: Draw, variant: int) -> dict[str, Any]:
@@ -238,7 +219,7 @@ def _z_controlnet() -> nn.Module:
     """It shares embeddings and refiners with a denoiser."""
     denoiser = Part("ZImageTransformer2DModel", Z_IMAGE).make()
     made = Part("ZImageControlNetModel", CONTROLNET_Z).make()
-    shared: nn.Module = type(made).from_transformer(made, denoiser)
+    shared: nn.Module = stock_class("ZImageControlNetModel").from_transformer(made, denoiser)
     return shared
 
 
@@ -312,12 +293,11 @@ CONTROLNET_FAMILIES: dict[str, Family] = {
         takes_return_dict=False,
     ),
     "sd15_controlled": Family("UNet2DConditionModel", SD15, _unet_with_residuals),
-    "sd15_t2i_adapter": Family("UNet2DConditionModel", SD15, _unet_with_adapter),
-    "sd15_ip_adapter": Family(
-        "UNet2DConditionModel",
-        SD15,
-        _unet_with_image_prompt,
-        build=_unet_with_image_prompt_modules,
+    "animatediff_controlled": Family("UNetMotionModel", ANIMATEDIFF, _motion_with_residuals),
+    "cosmos_controlled": Family(
+        "CosmosTransformer3DModel",
+        {**COSMOS, "controlnet_block_every_n": 2},
+        _cosmos_with_residuals,
     ),
     "flux_controlled": Family("FluxTransformer2DModel", GUIDED_FLUX, _flux_with_residuals),
     "sd3_controlled": Family("SD3Transformer2DModel", SD3, _sd3_with_residuals),

@@ -45,7 +45,7 @@ def _svd(draw: Draw, variant: int) -> dict[str, Any]:
     }
 
 
-def _animatediff(draw: Draw, variant: int) -> dict[str, Any]:
+def animatediff(draw: Draw, variant: int) -> dict[str, Any]:
     rows, columns = SIZES[variant]
     return {
         "sample": draw.normal(2, 4, FRAMES, rows, columns),
@@ -133,7 +133,7 @@ UNET_FAMILIES: dict[str, Family] = {
     "sd15": Family("UNet2DConditionModel", SD15, unet),
     "sdxl": Family("UNet2DConditionModel", SDXL, sdxl),
     "svd": Family("UNetSpatioTemporalConditionModel", SVD, _svd),
-    "animatediff": Family("UNetMotionModel", ANIMATEDIFF, _animatediff),
+    "animatediff": Family("UNetMotionModel", ANIMATEDIFF, animatediff),
     "text_to_video": Family("UNet3DConditionModel", TEXT_TO_VIDEO, _text_to_video),
     "unconditional": Family("UNet2DModel", UNCONDITIONAL, _unconditional),
 }

@@ -166,7 +166,7 @@ def _latte(draw: Draw, variant: int) -> dict[str, Any]:
     }
 
 
-def _cosmos(draw: Draw, variant: int) -> dict[str, Any]:
+def cosmos(draw: Draw, variant: int) -> dict[str, Any]:
     (rows, columns), length = SIZES[variant], LENGTHS[variant]
     return {
         "hidden_states": draw.normal(1, 4, FRAMES, rows, columns),
@@ -381,7 +381,7 @@ VIDEO_FAMILIES: dict[str, Family] = {
     "cogvideox": Family("CogVideoXTransformer3DModel", COGVIDEOX, cogvideox),
     "mochi": Family("MochiTransformer3DModel", MOCHI, _mochi),
     "latte": Family("LatteTransformer3DModel", LATTE, _latte),
-    "cosmos": Family("CosmosTransformer3DModel", COSMOS, _cosmos),
+    "cosmos": Family("CosmosTransformer3DModel", COSMOS, cosmos),
     "easyanimate": Family("EasyAnimateTransformer3DModel", EASYANIMATE, _easyanimate),
     "sana_video": Family("SanaVideoTransformer3DModel", SANA_VIDEO, _sana_video),
     "motif": Family("MotifVideoTransformer3DModel", MOTIF, _motif),

@@ -45,9 +45,9 @@ PAGE = """\
 
 Made on {date} with {versions}
 by `{command}` on the simulated device that the tests use:
-it records and replays like a GPU, and computes with the CPU's kernels. `tests/accel/test_families.py`
-makes the same calls on CUDA where there is one. What waits for the host there, but not here, is a
-break there only.
+it records and replays like a GPU, and computes with the CPU's kernels.
+`tests/accel/test_families.py` makes the same calls on CUDA where there is one. What waits for the
+host there, but not here, is a break there only.
 
 A *family* is a denoiser class of diffusers with a tiny configuration, random weights, and the
 arguments that a pipeline passes to it; a class called in more than one way has several. Each of
