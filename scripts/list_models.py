@@ -54,7 +54,7 @@ arguments that a pipeline passes to it; a class called in more than one way has 
 these {families} families, of {classes} classes, was called {calls} times, with fresh latents,
 prompts and timesteps each time: three times in one shape, three in another, once more in the first.
 {equal} gave what eager gives, bit for bit, in every call; none gave anything else. {recorded} are
-recorded, {declined} are declined with a reason, {elsewhere} need a real device.
+recorded, {declined} are declined with a reason, {elsewhere} do not run on this device.
 
 - **segments**: stretches of recorded work in a recording; of each recording, if they differ.
   Between two of them is a break, or a mere cut: what is long is recorded in pieces.
