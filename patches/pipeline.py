@@ -6,11 +6,12 @@ Knows which objects are patched and with what options. Which parts an object has
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from accel.patches.part import Capture, Options
 from accel.patches.patched import Patched, is_patchable
-from accel.reporting import Report
+from accel.reporting import PartReport, Report
 
 T = TypeVar("T")
 
@@ -68,13 +69,8 @@ def unpatch(obj: T) -> T:
     False
     """
     patched = _patches.pop(obj, None)
-    if patched is None:
-        return obj
-    patched.take_off(shared=[part for other in _patches.values() for part in other.parts])
-    if not any(patched.options is other.options for other in _patches.values()):
-        for pool in patched.options.pools.values():
-            pool.retire()
-            pool.close()
+    if patched is not None:
+        patched.take_off()
     return obj
 
 
@@ -92,8 +88,17 @@ def report(obj: Any) -> Report:
         raise ValueError(
             f"this {type(obj).__name__} is not patched: call accel.patch() on it first"
         )
-    pools = patched.options.pools.values()
-    parts = [part.report for part in patched.parts]
+    pools, parts = patched.pools, patched.named_parts.items()
     inactive = None if parts else "no CUDA device: everything runs eagerly"
     limits = [pool.limit for pool in pools if pool.limit is not None]
-    return Report(parts, sum(p.bytes() for p in pools), max(limits, default=None), inactive)
+    return Report(
+        [_named(name, part.report) for name, part in parts],
+        sum(pool.bytes() for pool in pools),
+        max(limits, default=None),
+        inactive,
+    )
+
+
+def _named(name: str, known: PartReport) -> PartReport:
+    """A part's report, under the name that the object has for a part that it shares."""
+    return known if known.name == name else replace(known, name=name)
