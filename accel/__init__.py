@@ -1,7 +1,7 @@
 """accel: breakable CUDA graphs for diffusers pipelines.
 
-This module knows only names: `patch`, `unpatch` and `report` are imported when first used, so that
-`import accel` brings in neither diffusers nor transformers.
+This module knows only names: `patch`, `unpatch`, `report`, `verify` and `warm` are imported when
+first used, so that `import accel` brings in neither diffusers nor transformers.
 """
 
 from importlib import import_module
@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel.patches.pipeline import patch, report, unpatch
+    from accel.patches.verification import verify
+    from accel.patches.warming import warm
 
 __version__ = "0.1.0"
-__all__ = ["patch", "report", "unpatch"]
+__all__ = ["patch", "report", "unpatch", "verify", "warm"]
 
-_LAZY = {"patch": "pipeline", "unpatch": "pipeline", "report": "pipeline"}
+_LAZY = {
+    "patch": "pipeline",
+    "unpatch": "pipeline",
+    "report": "pipeline",
+    "verify": "verification",
+    "warm": "warming",
+}
 
 
 def __getattr__(name: str) -> Any:
