@@ -21,7 +21,7 @@ class BreakReport:
 
     where: str
     what: str
-    kind: str  # "automatic", "explicit"
+    kind: str  # "automatic", "explicit", "module"
     guarded: bool
 
 
