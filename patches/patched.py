@@ -75,7 +75,7 @@ class Patched:
     @property
     def pools(self) -> list[Pool]:
         """The pools that the parts record into: those of a shared part may be another's."""
-        return _pools([self.options, *(part.options for part in self.parts)])
+        return _pools(part.options for part in self.parts)
 
     def has(self, module: nn.Module | None) -> bool:
         """Whether a module is one of those patched here."""
@@ -129,10 +129,7 @@ class Patched:
             self._is_off = True
             _all.discard(self)
             mine = [part for part in self.parts if part.options is self.options]
-            if _take_off(mine, wait) and wait:
-                for pool in self.options.pools.values():
-                    pool.retire()
-                    pool.close()
+            _take_off(mine, wait)
             self._held, self._leaving, self._targets = [], [], {}
             if self._schedulers is not None:
                 self._schedulers.take_off()
@@ -189,6 +186,12 @@ def _take_off(parts: list[Part], wait: bool) -> bool:
     with _idle(_pools(part.options for part in parts), wait) as idle:
         for part in parts if idle else []:
             part.take_off()
+        if wait:  # else this may be the middle of anything; pools empty themselves when they die
+            used = _pools(p.options for patched in _all for p in patched.parts if p.is_on)
+            for pool in _pools(part.options for part in parts):
+                if pool not in used:
+                    pool.retire()
+                    pool.close()
         return idle
 
 
