@@ -13,7 +13,7 @@ from accel.pipelines import outputs, picture
 from accel.pipelines.console import OnStep, note, stdout_kept_clean, steps_shown
 from accel.pipelines.errors import BadInput
 from accel.pipelines.models import Trust
-from accel.pipelines.prompts import settings_for
+from accel.pipelines.prompts import refuse_broken, settings_for
 from accel.pipelines.settings import Lora, Settings, parse_size
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def _base(order: Order) -> tuple[Settings, dict[str, Any]]:
         raise BadInput(
             'no prompt: accel generate "a red circle on a blue background", or --prompts'
         )
+    refuse_broken(order.changes.get("negative_prompt") or "", "--negative-prompt")
     if "num_images_per_prompt" in order.extra:
         raise BadInput("--set num_images_per_prompt: --number makes several pictures of a prompt")
     width, height = parse_size(order.size) if order.size is not None else (None, None)
@@ -101,6 +102,8 @@ def _prepared(order: Order, base: Settings, wanted: list[Settings]) -> Prepared:
         raise BadInput(f"{base.model} makes videos; accel generate makes pictures")
     chosen = [replace(subject.settings, prompt=s.prompt, seed=s.seed) for s in wanted]
     subjects.tell(chosen)
+    if len(order.prompts) > 1 and not any(" " in prompt for prompt in order.prompts):
+        note(f"{len(order.prompts)} prompts of one word each: quotes make a sentence one prompt")
     pipe = subject.pipe
     if order.mode != "off":
         import accel

@@ -21,6 +21,8 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
     """The prompts given as arguments, or those in `file`: one a line, `-` is stdin, empty lines are
     skipped."""
     if file is None:
+        for prompt in arguments:
+            refuse_broken(prompt, "the prompt")
         return list(arguments)
     if arguments:
         raise BadInput("prompts come as arguments or from --prompts, not both")
@@ -32,6 +34,15 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
     if not prompts:
         raise BadInput(f"--prompts {file}: no prompt in it")
     return prompts
+
+
+def refuse_broken(text: str, what: str) -> None:
+    """Raises `BadInput` for text that came as other bytes than UTF-8: no file could hold it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = text.encode(errors="replace").decode()
+        raise BadInput(f"{what} {shown!r} holds bytes that are no UTF-8") from error
 
 
 def parse_extra(pairs: Sequence[str]) -> dict[str, Any]:

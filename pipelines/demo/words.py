@@ -31,17 +31,19 @@ _QUALITY = re.compile(r".{3,}(?:istic|ically|ly|ful|ous|less|able|ible|esque|ed)
 """How words end that say what something is like, not what it is."""
 FALLBACK_NOUN = "circle"
 """What is drawn for a prompt that names nothing the model knows."""
+LONGEST = 46
+"""Words and commas that the model reads: its tokenizer takes 48, the two ends among them."""
 
 
 @dataclass(frozen=True)
 class Translation:
-    """A prompt in known words, what was drawn as what, and what was left out. `nothing` says, in
-    words, that the prompt names nothing to draw, where that is so."""
+    """A prompt in known words, what was drawn as what, and what was left out. `remark` says that
+    the prompt names nothing to draw or is too long, where it is so."""
 
     prompt: str
     replaced: tuple[tuple[str, str], ...]
     dropped: tuple[str, ...]
-    nothing: str | None = None
+    remark: str | None = None
 
 
 @cache
@@ -91,8 +93,8 @@ def notice(prompt: str) -> str | None:
     parts = [f'"{word}" drawn as "{known}"' for word, known in translation.replaced]
     if translation.dropped:
         parts.append(", ".join(f'"{word}"' for word in translation.dropped) + " left out")
-    if translation.nothing is not None:
-        parts.append(translation.nothing)
+    if translation.remark is not None:
+        parts.append(translation.remark)
     if not parts:
         return None
     return (
@@ -106,15 +108,17 @@ def _translated(prompt: str) -> Translation:
     words = [known for _, known in found if known is not None]
     replaced = ((w, k) for w, k in found if k is not None and k != w and w not in _PAUSES)
     dropped = (word for word, known in found if known is None)
-    text, nothing = _joined(words), None
+    text, remark = _joined(words), None
     if _says_nothing(words):
         text = f"a {FALLBACK_NOUN}"
         why = "the prompt names nothing to draw" if prompt.strip() else "the prompt is empty"
-        nothing = f'{why}, drawn as "{text}"'
+        remark = f'{why}, drawn as "{text}"'
     elif _WORD.findall(prompt) == words:
         text = prompt
+    if len(_WORD.findall(text)) > LONGEST:
+        remark = f"only the first {LONGEST} words and commas are read"
     # A word that occurs twice is named once.
-    return Translation(text, tuple(dict.fromkeys(replaced)), tuple(dict.fromkeys(dropped)), nothing)
+    return Translation(text, tuple(dict.fromkeys(replaced)), tuple(dict.fromkeys(dropped)), remark)
 
 
 def _heard(word: str) -> str | None:

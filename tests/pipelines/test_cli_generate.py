@@ -78,13 +78,21 @@ def test_a_picture_does_not_depend_on_its_neighbours(
     assert Path("alone.png").read_bytes() == Path("b2.png").read_bytes()
 
 
+def test_a_sentence_without_quotes_gets_a_hint(accel_cli: Cli, model: tuple[str, ...]) -> None:
+    done = accel_cli("generate", "red", "circle", *model, "-o", "{index}.png")
+    assert done.code == 0
+    assert done.complaint == (
+        "accel: 2 prompts of one word each: quotes make a sentence one prompt"
+    )
+
+
 def test_two_prompts_make_two_pictures_in_a_new_folder(
     accel_cli: Cli, model: tuple[str, ...]
 ) -> None:
-    done = accel_cli("generate", "red", "blue", *model, "--seed", "1", "-o", "new/pictures/")
+    done = accel_cli("generate", "a red", "blue", *model, "--seed", "1", "-o", "new/pictures/")
     assert (done.code, done.err) == (0, "")
     made = sorted(path.name for path in Path("new/pictures").iterdir())
-    assert made == ["0-red-1.png", "1-blue-1.png"]
+    assert made == ["0-a-red-1.png", "1-blue-1.png"]
 
 
 def test_prompts_come_from_a_file(accel_cli: Cli, model: tuple[str, ...]) -> None:
@@ -145,6 +153,7 @@ BAD = {
     "has an option": (["--set", "width=64"], "--set width: --size sets that"),
     "guidance again": (["--set", "guidance_scale=1"], "--set guidance_scale: --guidance sets that"),
     "ours": (["--set", "output_type=np"], "--set output_type: accel sets that itself"),
+    "no text": (["--negative-prompt", "\udcff"], "--negative-prompt '?' holds bytes that are no"),
     "several": (["--set", "num_images_per_prompt=2"], "--number makes several pictures"),
     "no lora": (["--lora", "missing.safetensors:0.5"], "--lora missing.safetensors: no such file"),
     "no lora folder": (["--lora", "missing:0.5"], "--lora missing: no such file"),

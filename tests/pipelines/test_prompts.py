@@ -73,3 +73,8 @@ def test_a_pair_without_a_name_is_refused(pair: str) -> None:
 def test_a_value_that_cannot_be_meant_is_refused(pair: str, why: str) -> None:
     with pytest.raises(BadInput, match=why):
         parse_extra([pair])
+
+
+def test_bytes_that_are_no_text_are_refused() -> None:
+    with pytest.raises(BadInput, match=r"^the prompt 'a \?' holds bytes that are no UTF-8$"):
+        read_prompts(["a \udcff"], None)

@@ -1,13 +1,15 @@
 """What becomes of words that the demo model does not know."""
 
+import json
 from random import Random
 
 import pytest
 
-from accel.pipelines.demo import known_words, notice, translate
+from accel.pipelines.demo import demo_folder, known_words, notice, translate
 from accel.pipelines.demo.captions import caption
 from accel.pipelines.demo.neighbours import NEIGHBOURS, WITHOUT_CONTENT
 from accel.pipelines.demo.scene import random_scene
+from accel.pipelines.demo.words import LONGEST
 
 
 @pytest.mark.parametrize(
@@ -146,6 +148,13 @@ def test_the_note_names_the_unknown_words_and_what_is_known() -> None:
     assert '"fluffy" left out' in note
     assert "circle" in note
     assert "purple" in note
+
+
+def test_what_is_too_long_to_be_read_is_noted() -> None:
+    tokenizer = json.loads((demo_folder() / "tokenizer" / "tokenizer.json").read_text())
+    assert tokenizer["truncation"]["max_length"] == LONGEST + 2
+    assert notice("a red star, " * 11 + "a blue") is None
+    assert "only the first 46 words and commas are read" in str(notice("a red star, " * 12))
 
 
 def test_every_translation_is_in_known_words() -> None:
