@@ -212,7 +212,7 @@ def _fingerprint(x: Any) -> bytes:
         return hashlib.blake2b(repr(x).encode(), digest_size=16).digest()
     plain = x.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     digest = hashlib.blake2b(f"{tuple(x.shape)} {x.dtype}".encode(), digest_size=16)
-    digest.update(memoryview(plain.view(torch.uint8).numpy()))
+    digest.update(plain.view(torch.uint8).numpy().data)
     return digest.digest()
 
 

@@ -51,6 +51,8 @@ def print_check(result: dict[str, Any]) -> None:
         table.add_row(check["run"], latents, pictures, f"{check['pixel_variance']:.1f}")
     console = _console()
     console.print(table)
+    for note in result["calls"]["notes"]:
+        _say(console, f"call by call: {note}")
     _say(console, result["verdict"])
 
 
@@ -63,7 +65,7 @@ def print_explanation(result: dict[str, Any]) -> None:
     if not report["parts"]:
         return
     table = Table("part", Column("class", overflow="fold"))
-    for heading in ("captured", "replayed", "eager", "segments", "breaks"):
+    for heading in ("captured", "recaptured", "replayed", "eager", "segments", "breaks"):
         table.add_column(heading)
     for part in report["parts"]:
         table.add_row(*_row(part))
@@ -76,7 +78,7 @@ def print_explanation(result: dict[str, Any]) -> None:
 
 def _row(part: dict[str, Any]) -> list[str]:
     graphs = part["graphs"]
-    counts = [part["captures"], part["replays"], part["eager_calls"]]
+    counts = [part[name] for name in ("captures", "recaptures", "replays", "eager_calls")]
     segments = ", ".join(str(graph["segments"]) for graph in graphs) or "-"
     breaks = ", ".join(str(len(graph["breaks"])) for graph in graphs) or "-"
     return [part["name"], part["kind"], *map(str, counts), segments, breaks]
@@ -89,6 +91,10 @@ def _remarks(part: dict[str, Any]) -> Iterator[str]:
         for found in graph["breaks"]:
             guarded = ", guarded" if found["guarded"] else ""
             yield f"{found['kind']} break at {found['where']}: {found['what']}{guarded}"
+    if part["guard_misses"]:
+        yield f"replays given up, since something had changed: {part['guard_misses']}"
+    if part["evictions"]:
+        yield f"graphs given up for memory: {part['evictions']}"
     for reason, count in part["reasons"].items():
         yield f"eager x{count}: {reason}"
 

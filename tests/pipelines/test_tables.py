@@ -5,8 +5,9 @@ from accel.reporting import BreakReport, GraphReport, PartReport, Report
 
 
 def test_an_explanation_names_every_break_and_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    part = PartReport("unet", "UNet2DConditionModel", captures=1, replays=7)
+    part = PartReport("unet", "UNet2DConditionModel", captures=1, replays=7, recaptures=3)
     part.eager("first call of the module")
+    part.guard_misses, part.evictions = 4, 2
     break_ = BreakReport("model.py:12 [forward]", "aten.item", "automatic", guarded=True)
     part.graphs.append(GraphReport("1x4x8x8", 2, 310, 0.1, 2**20, 7, [break_]))
     declined = PartReport("vae", "AutoencoderKL", declined="the GPU is the bottleneck: 92 %")
@@ -15,8 +16,10 @@ def test_an_explanation_names_every_break_and_reason(capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     row = next(line for line in out.splitlines() if "UNet2D" in line)
     cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells == ["unet", "UNet2DConditionModel", "1", "7", "1", "2", "1"]
+    assert cells == ["unet", "UNet2DConditionModel", "1", "3", "7", "1", "2", "1"]
     assert "unet: automatic break at model.py:12 [forward]: aten.item, guarded\n" in out
+    assert "unet: replays given up, since something had changed: 4\n" in out
+    assert "unet: graphs given up for memory: 2\n" in out
     assert "unet: eager x1: first call of the module\n" in out
     assert "vae: declined: the GPU is the bottleneck: 92 %\n" in out
     assert "memory of the graphs: 3.00 GiB\n" in out
