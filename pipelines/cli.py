@@ -199,7 +199,7 @@ def verify(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Compares the same seed with and without graphs: latents and PNG bytes."""
+    """Compares the same seed with and without graphs: PNG bytes, latents, every part's calls."""
     from accel.pipelines import studies
 
     study = studies.Study(
