@@ -1,5 +1,4 @@
-"""`tensor.data = other` between the host and the simulated device, which libraries that move weights
-around do.
+"""`tensor.data = other` between the host and the simulated device: how libraries move weights.
 
 torch allows it among its own devices only. Where it refuses, the two tensors exchange what they are
 made of, so that the parameter stays the object that others hold.

@@ -54,8 +54,9 @@ class SimModule:
     def synchronize(self, device: Any = NotImplemented) -> None:
         self.card.synchronize(self.card.current_stream())
 
-    def Stream(self, device: Any = NotImplemented) -> Stream:  # noqa: N802
-        from tests.simulated import device as simulated, tensors
+    def Stream(self, device: Any = NotImplemented) -> Stream:
+        from tests.simulated import device as simulated
+        from tests.simulated import tensors
 
         return simulated.Stream(tensors.SIM)
 

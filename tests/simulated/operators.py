@@ -19,8 +19,10 @@ from tests.simulated.device import Stream, card, scribble
 from tests.simulated.segment import Step, flat
 from tests.simulated.tensors import CPU, CPU_KEY, arena, host_view
 
+aten = torch.ops.aten
 _function_mode_is_on = torch._C._is_torch_function_mode_enabled
 MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"}
+_NEVER_DRAW = ("_scaled_dot_product", "_fused_sdp_choice")
 MATRIX_PRODUCTS |= {"_scaled_mm", "_grouped_mm", "_addmm_activation"}
 
 
@@ -47,7 +49,9 @@ class Operator:
         self.returned = [self.written.get(_alias(r)) for r in schema.returns]
         self.makes_new = any(place is None for place in self.returned) and bool(self.returned)
         self.resizes = any(isinstance(place, str) for place in self.written.values())
-        self.draws = torch.Tag.nondeterministic_seeded in overload.tags
+        self.draws = torch.Tag.nondeterministic_seeded in overload.tags and not (
+            self.name.startswith(_NEVER_DRAW)  # on the CPU
+        )
         self.writes_lists = self.name.startswith("_foreach") and schema.name.endswith("_")
         self.run = _seeded(overload) if self.draws else _redispatch(overload)
 
@@ -275,25 +279,36 @@ def _redispatch(overload: Any) -> Callable[..., Any]:
 
 
 def _seeded(overload: Any) -> Callable[..., Any]:
-    """Runs the kernel on the device's random sequence."""
+    """Runs the kernel on the device's random sequence. Not by lending it the host's generator:
+    other threads draw from that in the meantime."""
     inner = _redispatch(overload)
-    takes = any(a.name == "generator" and a.kwarg_only for a in overload._schema.arguments)
 
-    def with_argument(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("generator") is None:
+    def with_generator(*args: Any, **kwargs: Any) -> Any:
+        if len(args) <= place and kwargs.get("generator") is None:
             kwargs["generator"] = card.generator
         return inner(*args, **kwargs)
 
-    def with_default(*args: Any, **kwargs: Any) -> Any:
-        host = torch.default_generator.get_state()
-        torch.default_generator.set_state(card.generator.get_state())
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            card.generator.set_state(torch.default_generator.get_state())
-            torch.default_generator.set_state(host)
+    names = [argument.name for argument in overload._schema.arguments]
+    if "generator" in names:
+        place = names.index("generator")
+        return with_generator
+    return _dropout if overload.overloadpacket is aten.native_dropout else _refused(overload)
 
-    return with_argument if takes else with_default
+
+def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """What the CPU's kernel does, which takes no generator."""
+    if train is False or not x.numel():
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    mask = torch.empty_like(x, dtype=torch.bool, memory_format=torch.contiguous_format)
+    mask.bernoulli_(1 - p, generator=card.generator)
+    return x.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+def _refused(overload: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{overload} draws from the host's generator: not on this device")
+
+    return run
 
 
 def _frozen(x: Any) -> Any:

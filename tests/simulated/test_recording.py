@@ -329,3 +329,32 @@ def test_random_state_can_be_saved_and_restored(
     backend.set_rng_state(sim, state)
     assert torch.randn(3, device=sim).tolist() == first
     assert torch.equal(torch.default_generator.get_state(), host)
+
+
+def test_the_hosts_generator_is_left_to_other_threads(
+    sim: torch.device, backend: Any, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Untouchable:
+        """In the place of torch's default generator."""
+
+    x = torch.ones(1, 2, 4, 4, device=sim)
+    monkeypatch.setattr(torch, "default_generator", Untouchable())
+
+    def draws() -> Tensor:
+        return F.dropout(F.scaled_dot_product_attention(x, x, x), 0.5) + torch.rand_like(x)
+
+    draws()
+    segment, y = record(draws)
+    segment.replay()
+    assert y.isfinite().all().item()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_dropout_is_the_cpus_bit_for_bit(p: float, sim: torch.device) -> None:
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+    drawn = []
+    for there in (x.t(), x.to(sim).t()):
+        torch.manual_seed(3)
+        drawn.append(torch.native_dropout(there, p, True)[0].cpu())
+    assert torch.equal(*drawn)
+    assert drawn[0].stride() == drawn[1].stride()
