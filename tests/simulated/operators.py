@@ -299,7 +299,7 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     """What the CPU's kernel does, which takes no generator."""
     if train is False or not x.numel():
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    mask = torch.empty_like(x, dtype=torch.bool, memory_format=torch.contiguous_format)
+    mask = torch.empty_like(x, dtype=torch.bool)
     mask.bernoulli_(1 - p, generator=card.generator)
     return x.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
 
