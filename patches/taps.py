@@ -17,7 +17,7 @@ from accel.memory import Pool
 from accel.patches.forward import PatchedMethod
 from accel.patches.part import Part
 from accel.patches.state import StateProbe
-from accel.patches.witness import Run
+from accel.patches.witness import Run, are_finite
 from accel.runner import GraphRunner
 from accel.signature import leaves
 
@@ -134,9 +134,9 @@ def _sums_of(x: torch.Tensor) -> torch.Tensor:
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = x.contiguous().reshape(-1).view(integers[x.element_size()])
+    bits = x.clone(memory_format=torch.contiguous_format).view(-1).view(integers[x.element_size()])
     sums = [bits[::stride].sum(dtype=torch.int64) for stride in (1, 2, 3)]
-    return torch.stack([*sums, (~x.isfinite()).sum(dtype=torch.int64)])
+    return torch.stack([*sums, (~are_finite(x)).sum(dtype=torch.int64)])
 
 
 def first_to_differ(expected: list[Sums], found: list[Sums]) -> str | None:

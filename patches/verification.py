@@ -39,6 +39,7 @@ from accel.patches.witness import (
 _log = logging.getLogger("accel")
 
 _MOST_WORDS = 3
+_SMALL_PARAMETER = 2**20
 _READY_RUNS = 3
 """Runs after which a part that is called once a run replays: eager, recorded, replayed."""
 
@@ -135,7 +136,7 @@ class _Verifier:
         """Raises `_Found` at the first difference."""
         same, self._in_eager, self._in_replays = self._same, ChangesSeen(), ChangesSeen()
         expected = self._eager(same)
-        again = self._eager(same, self._in_eager)
+        again = self._eager(same, self._in_eager, expected=expected)
         self._raise_if_different(same, "a second eager run", expected, again, in_eager=True)
         for number in settling(self._parts):
             self._in_replays = ChangesSeen()
@@ -175,9 +176,12 @@ class _Verifier:
         self, scenario: _Scenario, changed: ChangesSeen | None = None, **options: Any
     ) -> list[Seen]:
         """A run without the patch: every module as it is, the schedulers too."""
-        changed = changed or ChangesSeen()
+
+        def run(part: Part, usual: Run) -> Run:
+            return plainly if changed is None else changed.noted(part, plainly)
+
         with plain_schedulers(self._obj):
-            seen = self._run(scenario, lambda part, usual: changed.noted(part, plainly), **options)
+            seen = self._run(scenario, run, **options)
         wrong = next((call for call in seen if not call.finite), None)
         if wrong is not None and self._done.non_finite is None:
             self._done.non_finite = NotFinite(wrong.component, wrong.call, wrong.step, "eager")
@@ -193,10 +197,13 @@ class _Verifier:
         changed: ChangesSeen | None = None,
     ) -> list[Seen]:
         """A run with the patch; where only the pipeline's output is expected, nobody watches."""
-        noted = (changed or ChangesSeen()).noted
         parts = self._parts if len(expected) > 1 else []
+
+        def run(part: Part, usual: Run) -> Run:
+            return usual if changed is None else changed.noted(part, usual)
+
         try:
-            seen = self._run(scenario, noted, parts, expected=expected)
+            seen = self._run(scenario, run, parts, expected=expected)
         except Exception as error:
             what = f"raises {type(error).__name__}: {_line(error)}"
             raise _Found(Difference(OUTPUT, 0, None, words, what), scenario) from error
@@ -376,12 +383,13 @@ def _stand_aside(part: Part, reason: str) -> None:
 
 
 def _last_parameter(part: Part) -> torch.nn.Parameter | None:
-    """The last parameter that may be written: it is near the output, so that it can be seen."""
+    """The last small parameter that may be written: it is near the output, so that it shows."""
     plain = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     found = [
         p
         for p in part.module.parameters()
         if type(p) is torch.nn.Parameter and p.dtype in plain and not p.is_inference()
+        if p.numel() <= _SMALL_PARAMETER and p.device.type != "meta"
     ]
     return found[-1] if found else None
 

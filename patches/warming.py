@@ -80,8 +80,11 @@ def parts_of(obj: Any, caller: str) -> list[Part]:
 
 
 def devices_of(parts: Sequence[Part]) -> tuple[torch.device, ...]:
-    """The devices that the parts are on, each once."""
-    return tuple(dict.fromkeys(d for part in parts if (d := part.device()) is not None))
+    """The devices that the parts are on, each once; and a GPU, where offloaded parts may run."""
+    found = [device for part in parts if (device := part.device()) is not None]
+    if torch.cuda.is_available():
+        found.append(torch.device("cuda", torch.cuda.current_device()))
+    return tuple(dict.fromkeys(found))
 
 
 def settling(parts: Sequence[Part]) -> Iterator[int]:

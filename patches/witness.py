@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 from accel.patches.part import Part
-from accel.signature import is_value, leaves
+from accel.signature import bytes_of, is_value, leaves
 
 KEPT_BYTES = 2**28
 """Outputs of one run that are kept on the host as they are; of what comes after, only a hash."""
@@ -109,7 +109,7 @@ class Witness:
         tensors = host_tensors(result)
         call = self._counts[component]
         self._counts[component] += 1
-        finite = all(bool(x.isfinite().all()) for x in tensors)
+        finite = all(bool(are_finite(x).all()) for x in tensors)
         prints = [_fingerprint(x) for x in tensors]
         seen = Seen(component, call, step, inputs, prints, finite, None)
         if self._is_kept(seen, sum(x.nbytes for x in tensors)):
@@ -191,6 +191,11 @@ def host_tensors(result: Any) -> list[torch.Tensor]:
     return [x.detach().cpu().resolve_conj().resolve_neg().clone() for x in found if x is not None]
 
 
+def are_finite(x: torch.Tensor) -> torch.Tensor:
+    """Which numbers are neither infinite nor NaN."""
+    return (x.float() if x.is_floating_point() and x.element_size() == 1 else x).isfinite()
+
+
 def _as_tensor(x: Any) -> torch.Tensor | None:
     if isinstance(x, torch.Tensor):
         return x if x.layout is torch.strided else x.to_dense()
@@ -210,9 +215,8 @@ def _fingerprint(x: Any) -> bytes:
     """A hash that tells values apart that differ in one bit, in shape or in type."""
     if not isinstance(x, torch.Tensor):
         return hashlib.blake2b(repr(x).encode(), digest_size=16).digest()
-    plain = x.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     digest = hashlib.blake2b(f"{tuple(x.shape)} {x.dtype}".encode(), digest_size=16)
-    digest.update(plain.view(torch.uint8).numpy().data)
+    digest.update(bytes_of(x.detach().cpu()).numpy().data)
     return digest.digest()
 
 

@@ -65,7 +65,7 @@ def worsen_replays(
     monkeypatch.setattr(Recorded, "replay", wrong)
 
 
-@pytest.mark.parametrize("name", ["sd15", "flux"])
+@pytest.mark.parametrize("name", ["sd15", "flux", "wan"])
 def test_a_pipeline_is_equal_to_itself(name: str, device: torch.device) -> None:
     pipe = tiny.pipeline(name).to(device)
     pipe.set_progress_bar_config(disable=True)
