@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from accel.pipelines import tiny
 from accel.recorded import Recorded
 from tests.patches import faulty
 from tests.patches.faulty import Fault, Pipe
+from tests.patches.test_modular import modular
 
 
 @pytest.fixture
@@ -76,6 +78,15 @@ def test_a_pipeline_is_equal_to_itself(name: str, device: torch.device) -> None:
     assert found.replays >= 20
     assert found.runs >= 10
     assert str(found).startswith(f"equal: {found.runs} runs, {found.calls} calls compared, ")
+
+
+def test_a_modular_pipeline_is_equal_to_itself(device: torch.device, tmp_path: Path) -> None:
+    tiny.save_pipeline(tmp_path / "saved", "sdxl")
+    pipe = accel.patch(modular(tmp_path / "saved", device), capture="always")
+    call = {"num_inference_steps": 3, "height": 64, "width": 64, "generator": seeded()}
+    found = accel.verify(pipe, prompt="a cat", **call)  # returns its whole state
+    assert found.equal and found.notes == [], str(found)
+    assert found.replays >= 20
 
 
 def test_a_patched_pipe_stays_patched_with_its_graphs(pipe: Pipe) -> None:
