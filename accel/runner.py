@@ -175,6 +175,7 @@ class GraphRunner:
         )
 
     def _check(self, key: Signature) -> None:
+        self._guard.check_alive()  # or a tensor in a dead weight's place would pass for that weight
         for x in key.tensors:
             if not x.is_cpu and x.device != self.pool.device:
                 raise Uncapturable(f"an argument is on {x.device}, not on {self.pool.device}")

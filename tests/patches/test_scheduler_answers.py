@@ -81,7 +81,7 @@ def test_what_follows_from_the_table_is_answered(
 def test_what_does_not_is_read(
     ask: Callable[[Tensor], Any], table: Tensor, reads: Callable[..., int], device: torch.device
 ) -> None:
-    answers = [ask(torch.tensor(VALUES))]
+    answers = [ask(torch.tensor(VALUES, device=device))]
     assert reads(lambda: answers.append(ask(table))) > 0 or device.type != "sim"
     assert answers[0] == answers[1]
 
