@@ -137,8 +137,8 @@ class Results:
     """What a recorded call returned, and how to give it to a caller.
 
     Copies, laid out as the originals: results that shared storage share it again. A result that
-    is an argument, a weight or another tensor of the model is that tensor. Raises `Refused` for results that may
-    hold anything (objects of unknown type).
+    is an argument, a weight or another tensor of the model is that tensor. Raises `Refused` for
+    results that may hold anything (objects of unknown type).
 
     >>> static = StaticInputs([torch.ones(2, device=device)], backend)
     >>> result = {"same": static.tensors[0], "new": torch.zeros(2, device=device)}

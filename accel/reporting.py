@@ -48,7 +48,7 @@ class GraphReport:
 class PartReport:
     """What one runner did. A call is exactly one of `replays`, `captures`, `eager_calls`.
 
-    `reasons` counts, in words, why calls ran eagerly.
+    `reasons` counts, in words, why calls ran eagerly, `changes` what made recordings unfit.
 
     >>> part = PartReport("unet", "UNet2DConditionModel")
     >>> part.eager("first call of the module")
@@ -66,6 +66,7 @@ class PartReport:
     evictions: int = 0
     declined: str | None = None
     reasons: Counter[str] = field(default_factory=Counter)
+    changes: Counter[str] = field(default_factory=Counter)
     graphs: list[GraphReport] = field(default_factory=list)
 
     def eager(self, reason: str) -> None:
@@ -95,6 +96,7 @@ class Report:
         plain = asdict(self, dict_factory=dict)
         for part, reported in zip(plain["parts"], self.parts, strict=True):
             part["reasons"] = dict(reported.reasons)  # asdict takes a Counter apart wrongly
+            part["changes"] = dict(reported.changes)
         return plain
 
     def __getitem__(self, name: str) -> PartReport:
@@ -120,5 +122,6 @@ def _lines_of(part: PartReport) -> list[str]:
         made = f"{graph.segments} segments, {graph.operations} ops, {graph.seconds * 1e3:.0f} ms"
         lines.append(f"  graph {graph.signature}: {made}, {graph.replays} replays")
         lines.extend(f"    {b.kind} break at {b.where}: {b.what}" for b in graph.breaks)
+    lines.extend(f"  changed x{count}: {what}" for what, count in part.changes.most_common())
     lines.extend(f"  eager x{count}: {reason}" for reason, count in part.reasons.most_common())
     return lines

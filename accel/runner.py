@@ -39,6 +39,7 @@ BARRED_CALLS = 64
 """Calls that a signature over the memory limit waits before it may be recorded again."""
 PROBED_FIRST = 16
 """Replays before which the state is checked, not after, once it was seen to change."""
+_WEIGHTS_MOVED = "where the weights lie, or which there are"
 FIRST_OF_SIGNATURE = "first call of this signature"
 
 _thread = threading.local()
@@ -300,7 +301,8 @@ class GraphRunner:
         version = self._guard.check_alive()
         found = [(variant, variant.held.stale()) for variant in entry.variants]
         stale = [(v, replaced) for v, replaced in found if replaced or v.state[0] != version]
-        for variant, _ in stale:
+        for variant, replaced in stale:
+            self.report.changes[replaced or _WEIGHTS_MOVED] += 1
             entry.drop(variant)
         self.report.recaptures += len(stale)
         replaced = next((reason for _, reason in stale if reason), None)
@@ -340,9 +342,12 @@ class GraphRunner:
         return result
 
     def _check_state(self, variant: Recorded) -> None:
-        if self._state() != variant.state:
+        now = self._state()
+        if now != variant.state:
             self._probe_first = PROBED_FIRST
-            raise GuardMiss("the module's state differs from the recording's")
+            what = _difference(variant.state, now)
+            self.report.changes[what] += 1
+            raise GuardMiss(f"changed since the recording: {what}")
 
     def _record(self, entry: Entry, key: Signature, call: Any) -> Any:
         reason = entry.barred_for if entry.barred else self._veto() if entry.variants else None
@@ -395,6 +400,16 @@ class GraphRunner:
         else:
             entry.decline(reason)
         return result
+
+
+def _difference(before: Any, now: Any) -> str:
+    """What of a runner's state changed, in words; the probe's value may know more of its own."""
+    if before[0] != now[0]:
+        return _WEIGHTS_MOVED
+    if before[1] != now[1]:
+        return "torch's switches (gradients, autocast, precision, attention kernels)"
+    tell = getattr(now[2], "difference", None)
+    return "the module's state" if tell is None else str(tell(before[2]))
 
 
 def _foreign_function_mode() -> bool:

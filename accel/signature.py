@@ -369,7 +369,7 @@ class Edits:
         records = [(x, found) for _, x, found in nodes(call) if found and not _is_box(x)]
         self._records = [(x, list(map(id, found.children))) for x, found in records]
         self._kept: list[tuple[int, list[int]]] = []
-        self._alive = copy.copy(leaves(call))  # so that no new thing takes an old one's identity
+        self._alive = leaves(call)  # so that no new thing takes an old one's identity
 
     def close(self) -> None:
         """Compares. Raises `Uncapturable` if something was put in that was not there before, or if
@@ -377,14 +377,12 @@ class Edits:
         for number, (box, before) in enumerate(self._before):
             now = identities(box)
             if not set(now) <= set(before):
-                raise Uncapturable(
-                    "the forward puts something into a list or dict that it is given"
-                )
+                raise Uncapturable("the forward puts something new into a list or dict it is given")
             if now != before:
                 self._kept.append((number, [before.index(item) for item in now]))
-        for record, before in self._records:
-            now = opened(record)
-            if now is None or list(map(id, now.children)) != before:
+        for record, children in self._records:
+            found = opened(record)
+            if found is None or list(map(id, found.children)) != children:
                 raise Uncapturable(f"the forward changes a {type(record).__name__} it is given")
         self._before, self._records, self._alive = [], [], []
 

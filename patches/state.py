@@ -15,7 +15,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ _HOOKS = (
     "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
 )
+_FACTS = ("the identity", "the class", "the forward", "the training flag", "the forward hooks")
+"""What `_state_of` tells of a module before its attributes, in that order."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _COMMON = frozenset((bool, int, str, type(None)))
 _BOXES = (list, dict, set, tuple)
@@ -69,7 +71,7 @@ class StateProbe:
         if self._watch is None or not self._watch.untouched():
             modules = all_modules(module)
             self._state, self._watch = _State(modules), _Watch(modules)
-        return _surroundings(), self._state
+        return Seen(_surroundings(), self._state)
 
     def remember(self) -> Callable[[], None]:
         """What is to be called to make the module's attributes again what they are now.
@@ -99,12 +101,33 @@ class StateProbe:
         return None
 
 
+class Seen(NamedTuple):
+    """What a probe saw: equal values mean that a recording still holds.
+
+    >>> layer = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    >>> probe = StateProbe(layer)
+    >>> before = probe()
+    >>> _ = layer[1].train(False)
+    >>> probe().difference(before)
+    'the training flag of 1'
+    """
+
+    surroundings: Any
+    state: _State
+
+    def difference(self, before: Seen) -> str:
+        """What changed since, in words."""
+        if self.surroundings != before.surroundings:
+            return "what is set for the whole process: global hooks, attention backend or function"
+        return self.state.difference(before.state)
+
+
 class _State:
     """The modules' states as values. What they name by identity is kept alive, so that no new
     object can take an old one's place and pass for it."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self._kept: list[Any] = list(modules)
+        self._modules, self._kept = modules, list[Any](modules)
         self.values: list[Any] = [_state_of(module, self._kept) for module in modules]
         for helper in _helpers(_of_others(modules)):
             self._kept.append(helper)
@@ -114,6 +137,28 @@ class _State:
         return isinstance(other, _State) and self.values == other.values
 
     __hash__ = None  # type: ignore[assignment]
+
+    def difference(self, before: _State) -> str:
+        """The first thing that is not what it was, in words."""
+        if list(map(id, self._modules)) != list(map(id, before._modules)):
+            return "modules were added, removed or replaced"
+        names = {child: name for name, child in self._modules[0].named_modules()}
+        for module, now, was in zip(self._modules, self.values, before.values, strict=False):
+            if now != was:
+                name = names.get(module) or "the module itself"
+                return f"{_difference(now, was)} of {name}"
+        return "an object that modules share: a processor, a configuration, a controller"
+
+
+def _difference(now: tuple[Any, ...], was: tuple[Any, ...]) -> str:
+    """What differs between two of `_state_of`, in words."""
+    *facts, own = now
+    for what, fact, earlier in zip(_FACTS, facts, was, strict=False):
+        if fact != earlier:
+            return what
+    before, after = dict(was[-1]), dict(own)
+    found = [k for k in after | before if before.get(k, ...) != after.get(k, ...)]
+    return f"attribute {found[0]!r}" if found else "the order of attributes"
 
 
 def _state_of(module: nn.Module, kept: list[Any]) -> tuple[Any, ...]:
