@@ -72,7 +72,7 @@ class Pool:
         self._side = backend.new_stream(self.device)
         self._last_use: Any = None
         self._last_stream: Any = None
-        self._warm: set[int] = set()
+        self._warm = threading.local()  # not by number: a later thread may have the same
         self._ticks = itertools.count()
         self._open_generation()
 
@@ -130,9 +130,9 @@ class Pool:
 
     def _warm_up(self) -> None:
         """Handles cannot be made inside a recording; they belong to a thread and a stream."""
-        if threading.get_ident() not in self._warm:
+        if not getattr(self._warm, "done", False):
             self.backend.warm_libraries(self.device)
-            self._warm.add(threading.get_ident())
+            self._warm.done = True
 
     def bury(self, segments: list[Any]) -> None:
         """Takes discarded segments: they are destroyed with the generation, not before."""

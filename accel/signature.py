@@ -377,7 +377,7 @@ class Edits:
         for number, (box, before) in enumerate(self._before):
             now = identities(box)
             if not set(now) <= set(before):
-                raise Uncapturable("the forward puts something new into a list or dict it is given")
+                raise Uncapturable("the forward puts something into a list or dict it is given")
             if now != before:
                 self._kept.append((number, [before.index(item) for item in now]))
         for record, children in self._records:
