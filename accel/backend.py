@@ -157,6 +157,10 @@ class Backend:
         """Sets the state that `rng_state` gave."""
         torch.cuda.set_rng_state(state, device)
 
+    def on_out_of_memory(self, call: Callable[..., None]) -> None:
+        """Has `call` run whenever an allocation fails, in anyone's code, until the process ends."""
+        torch._C._cuda_attach_out_of_memory_observer(call)
+
     def warm_libraries(self, device: torch.device) -> None:
         """Makes the math libraries' handles for the current stream: no recording can. (cuDNN makes
         its own inside a relaxed recording without complaint: tried.)"""

@@ -21,6 +21,10 @@ from accel.backend import backend_for
 _wreckage: list[Any] = []
 """Segments whose recording ended in a device error: their destructor can abort the process."""
 
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_watched: set[str] = set()
+"""Types of devices whose failing allocations are heard of."""
+
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -69,11 +73,17 @@ class Pool:
         self.tenants: weakref.WeakSet[Any] = weakref.WeakSet()
         self.unrecordable: set[Any] = set()
         self.may_cut = True
+        self.short = False
+        """Whether an allocation failed somewhere since graphs were given up last."""
         self._side = backend.new_stream(self.device)
         self._last_use: Any = None
         self._last_stream: Any = None
         self._warm = threading.local()  # not by number: a later thread may have the same
         self._ticks = itertools.count()
+        _pools.add(self)
+        if backend.device_type not in _watched:
+            _watched.add(backend.device_type)
+            backend.on_out_of_memory(_memory_is_short)
         self._open_generation()
 
     def _open_generation(self) -> None:
@@ -144,9 +154,15 @@ class Pool:
         _wreckage.append((wreck, self._anchor, self._graveyard))
         self._open_generation()
 
+    def relieve(self) -> None:
+        """Gives the graphs up if memory has run out somewhere: whoever tries again finds it."""
+        if self.short:
+            self.retire()
+
     def retire(self) -> None:
         """Gives all graph memory back to the device: every tenant forgets its graphs."""
         with self.lock:
+            self.short = False
             if self._last_use is not None:
                 self._last_use.synchronize()
             self._open_generation()
@@ -177,3 +193,8 @@ class Pool:
         if self.limit is None:
             free, _ = self.backend.memory(self.device)
             self.limit = (free + self.backend.reclaimable_bytes(self.device)) // 2
+
+
+def _memory_is_short(*figures: Any) -> None:
+    for pool in list(_pools):
+        pool.short = True

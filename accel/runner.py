@@ -151,6 +151,7 @@ class GraphRunner:
         except Uncapturable as uncapturable:
             return self._eager(str(uncapturable), call)
         with self.pool.lock:
+            self.pool.relieve()
             entry.last_use = self.pool.tick()
             reason = self._reason_for_eager(entry)
             if reason is None:
@@ -219,9 +220,18 @@ class GraphRunner:
 
     def _eager(self, reason: str, call: Any) -> Any:
         self.report.eager(reason)
-        result = self.function(*call[0], **call[1])
-        self.pool.set_default_limit()
-        return result
+        random = self._backend.rng_state(self.pool.device)
+        try:
+            result = self.function(*call[0], **call[1])
+        except torch.OutOfMemoryError:
+            if not self.pool.bytes():
+                raise
+        else:
+            self.pool.set_default_limit()
+            return result
+        self.pool.retire()  # the graphs' memory may be what was lacking
+        self._backend.set_rng_state(self.pool.device, random)
+        return self.function(*call[0], **call[1])
 
     def _timed(self, run: Callable[[], Any]) -> tuple[Any, float, float, float]:
         """What `run` returns, the seconds until its work was done, those of them that came after

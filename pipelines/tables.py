@@ -93,6 +93,8 @@ def _remarks(part: dict[str, Any]) -> Iterator[str]:
             yield f"{found['kind']} break at {found['where']}: {found['what']}{guarded}"
     if part["guard_misses"]:
         yield f"replays given up, since something had changed: {part['guard_misses']}"
+    for what, count in part["changes"].items():
+        yield f"changed x{count}: {what}"
     if part["evictions"]:
         yield f"graphs given up for memory: {part['evictions']}"
     for reason, count in part["reasons"].items():

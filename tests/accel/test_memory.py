@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -129,3 +130,54 @@ def test_work_waits_for_the_pools_last_use(sim: torch.device) -> None:
         backend.current_stream(sim).time = 5.0
     with backend.on_stream(other), pool.use():
         assert other.time >= 5.0
+
+
+class TestMemoryRunsOut:
+    """Of eager code, that is, while graphs hold some."""
+
+    def test_elsewhere_and_the_next_call_gives_the_graphs_up(
+        self, device: torch.device, runner: Callable[..., GraphRunner]
+    ) -> None:
+        watched = runner(lambda x: x * 2)
+        x = torch.ones(4, device=device)
+        for _ in range(3):
+            watched(x)
+        assert watched.pool.bytes() > 0
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1 << 40, dtype=torch.uint8, device=device)
+        generation = watched.pool.generation
+        assert watched(x).tolist() == [2.0] * 4
+        assert watched.pool.generation == generation + 1
+        assert watched(x).tolist() == [2.0] * 4
+        assert watched.report.captures == 2
+
+    def test_in_an_eager_call_of_a_watched_module_that_then_goes_on(
+        self, sim: torch.device, backend: Any, pool: Pool, runner: Callable[..., GraphRunner]
+    ) -> None:
+        small = runner(lambda x: (x * 2 + 1) * 3)
+        for _ in range(3):
+            small(torch.ones(1 << 20, device=sim))
+        calls = []
+
+        def large(x: torch.Tensor) -> torch.Tensor:
+            calls.append(torch.rand(1, device=sim).item())
+            return torch.empty(6 << 20, dtype=torch.uint8, device=sim) if x is not None else x
+
+        watched, x = runner(large), torch.ones(4, device=sim)
+        gc.collect()
+        backend.empty_cache()
+        backend.set_total_memory(backend.reserved_bytes(sim) + (4 << 20))
+        state = backend.rng_state(sim)
+        assert watched(x).shape == (6 << 20,)
+        assert calls[0] == calls[1]
+        assert not torch.equal(backend.rng_state(sim), state)
+        assert not any(entry.variants for entry in small.entries.values())
+
+    def test_and_without_graphs_the_error_is_the_users(
+        self, device: torch.device, runner: Callable[..., GraphRunner]
+    ) -> None:
+        def large(x: torch.Tensor) -> torch.Tensor:
+            return torch.empty(1 << 40, dtype=torch.uint8, device=x.device)
+
+        with pytest.raises(torch.OutOfMemoryError):
+            runner(large)(torch.ones(1, device=device))

@@ -17,13 +17,15 @@ import soak
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "MODELS", ("sd15",))
-    monkeypatch.setattr(soak, "DRAWINGS", [d for d in soak.DRAWINGS if d.model == "sd15"][:2])
+    monkeypatch.setattr(soak, "DRAWINGS", [d for d in soak.DRAWINGS if d.model == "sd15"][:1])
+    some = ("nothing", "LoRA added", "LoRA deleted", "Euler", "weights moved", "patched again")
+    monkeypatch.setattr(soak, "CHANGES", {name: soak.CHANGES[name] for name in some})
 
 
 def test_every_state_is_drawn_as_eager_does(sim: torch.device) -> None:
     result = soak.soak(sim, calls=4 * len(soak.CHANGES), threads=2, seconds=600, laps=1)
-    assert (result["wrong"], result["calls"]) == (0, 44)
-    assert result["replays"] > 50
+    assert (result["wrong"], result["calls"]) == (0, 24)
+    assert result["replays"] > 24
     assert result["captures"] > 4
 
 

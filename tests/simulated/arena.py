@@ -12,6 +12,7 @@ import mmap
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -173,6 +174,8 @@ class Arena:
         self.total = total
         self.heap = Pool("heap")
         self.pools: dict[Any, Pool] = {}
+        self.observers: list[Callable[..., None]] = []
+        """Told of every allocation that fails."""
         self._pending: deque[Death] = deque()
         self._lock = threading.Lock()
 
@@ -210,12 +213,12 @@ class Arena:
             return dict(pool.live)
 
     def reserved(self) -> int:
-        return self.heap.reserved + sum(pool.reserved for pool in self.pools.values())
+        return self.heap.reserved + sum(pool.reserved for pool in list(self.pools.values()))
 
     def in_use(self) -> int:
         with self._lock:
             self._collect()
-        pools = (self.heap, *self.pools.values())
+        pools = (self.heap, *list(self.pools.values()))
         return sum(sum(pool.live.values()) for pool in pools)
 
     def empty_cache(self) -> None:
@@ -228,7 +231,7 @@ class Arena:
         """Starts over without graph pools; tensors that still live in one keep their memory."""
         with self._lock:
             self._collect()
-            for pool in self.pools.values():
+            for pool in list(self.pools.values()):
                 pool.segments = 0
             self._empty()
             self.pools = {}
@@ -239,7 +242,7 @@ class Arena:
             death.pool.free(death.address)
 
     def _empty(self) -> None:
-        for pool in (self.heap, *self.pools.values()):
+        for pool in (self.heap, *list(self.pools.values())):
             if pool is self.heap or pool.segments == 0:
                 for address, size in pool.empty_slabs():
                     self.space.give(address, size)
@@ -249,6 +252,8 @@ class Arena:
         if self.reserved() + size > self.total:
             self._empty()
         if self.reserved() + size > self.total:
+            for call in self.observers:
+                call(0, nbytes, self.total, self.total - self.reserved())
             raise torch.OutOfMemoryError(
                 f"sim out of memory. Tried to allocate {nbytes} bytes in {pool.name}; "
                 f"{self.reserved()} of {self.total} bytes are reserved."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -103,6 +103,9 @@ class SimulatedBackend:
 
     def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
         card.generator.set_state(state)
+
+    def on_out_of_memory(self, call: Callable[..., None]) -> None:
+        arena.observers.append(call)
 
     def warm_libraries(self, device: torch.device) -> None:
         card.make_handle(card.current_stream())

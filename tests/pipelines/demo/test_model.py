@@ -25,6 +25,8 @@ from accel.pipelines.demo.measuring import Expectation, complaints
 PROMPTS: list[dict[str, Any]] = json.loads(
     (Path(__file__).parent / "prompts.json").read_text(encoding="utf-8")
 )
+pytestmark = pytest.mark.timeout(900)  # sixty pictures, on whatever machine this is
+
 NEEDED = 54
 BATCH = 12
 
