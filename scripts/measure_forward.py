@@ -6,7 +6,7 @@ costs. Run as
 
     python scripts/measure_forward.py sdxl sd15 zimage:1024 --output docs/benchmarks/forward.json
 
-A name may carry a size in pixels. "alone" waits for the device around each forward; "in a row"
+A name may carry a size in pixels, and "+lora" for one that is attached. "alone" waits for the device around each forward; "in a row"
 queues forwards as a denoise loop does and waits once.
 """
 
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 
 import accel
 from accel.pipelines import zoo
@@ -82,13 +83,16 @@ def bare_graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 @torch.no_grad()
-def measure(name: str, size: int | None) -> dict[str, Any]:
+def measure(name: str, size: int | None, lora: bool) -> dict[str, Any]:
     """Every figure of one model, in milliseconds unless the name says otherwise."""
     settings = {**zoo.defaults(name)}
     if size is not None:
         settings |= {"height": size, "width": size}
     pipe = zoo.build(name, device="cuda", dtype=zoo.dtype(name), seed=0)
     pipe.set_progress_bar_config(disable=True)
+    if lora:
+        layers = LoraConfig(r=8, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
+        (getattr(pipe, "transformer", None) or pipe.unet).add_adapter(layers)
     denoiser, args, kwargs = denoiser_call(pipe, settings)
     _, *wider = denoiser_call(pipe, settings | {"width": settings["width"] + 128})
 
@@ -108,7 +112,8 @@ def measure(name: str, size: int | None) -> dict[str, Any]:
     same = all(torch.equal(a, b) for a, b in zip(_tensors(run()), _tensors(expected), strict=True))
     patched = {"patched alone": alone(run), "patched in a row": in_a_row(run)}
     part = accel.report(denoiser)["module"]
-    figures: dict[str, Any] = {"model": name, "height": settings["height"], **eager, **bare}
+    figures: dict[str, Any] = {"model": name, "lora": lora, "height": settings["height"]}
+    figures |= {**eager, **bare}
     figures |= {**patched, "bit-equal": same, "first four patched calls": calls}
     figures["patched over bare, alone"] = patched["patched alone"] / bare["bare graph alone"]
     figures["patched over bare, in a row"] = (
@@ -157,8 +162,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for model in options.models:
-        name, _, size = model.partition(":")
-        rows.append(measure(name, int(size) if size else None))
+        name, _, size = model.removesuffix("+lora").partition(":")
+        rows.append(measure(name, int(size) if size else None, model.endswith("+lora")))
         gc.collect()
         torch.cuda.empty_cache()
         print(json.dumps(rows[-1], indent=1), flush=True)
