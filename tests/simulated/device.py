@@ -51,7 +51,12 @@ class Stream:
 
 
 class _Here(threading.local):
+    """What a thread has, and loses when it ends: another may get its number."""
+
     stream: Stream | None = None
+
+    def __init__(self) -> None:
+        self.handles: set[tuple[int, int]] = set()
 
 
 class Device:
@@ -77,7 +82,6 @@ class Device:
         self.segments: WeakSet[SimulatedSegment] = WeakSet()
         self.clock = Clock()
         self.counters = Counters()
-        self.handles: set[tuple[int, int]] = set()
         self.broken = False
         self.aborts = 0
         self.generator.manual_seed(0)
@@ -118,7 +122,7 @@ class Device:
 
     def workspace(self, stream: Stream) -> int:
         """The address of the math library's scratch memory for `stream`, made at first use."""
-        if (threading.get_ident(), stream.stream_id) not in self.handles:
+        if (self.epoch, stream.stream_id) not in self._here.handles:
             self.make_handle(stream)
         if stream not in self.workspaces:
             pool = self.pool_of(stream)
@@ -129,7 +133,7 @@ class Device:
         """Makes the math library's handle of this thread for `stream`: not while it records."""
         if stream.segment is not None:
             raise stream.segment.refuse("the creation of a math library's handle")
-        self.handles.add((threading.get_ident(), stream.stream_id))
+        self._here.handles.add((self.epoch, stream.stream_id))
 
     def write_seed(self, segment: SimulatedSegment) -> None:
         """What the first segment makes for all to come, and each writes as it begins: the random
