@@ -288,22 +288,26 @@ class GraphRunner:
     def _breaks_more_for(self, missed: GuardMiss) -> bool:
         """Counts where guards miss; modules of a class in which they keep missing become breaks,
         and what was recorded without these is dropped."""
+        before = self._breaking()
         self._missed_in[missed.owner] += 1
-        module = self._guard.module
-        if missed.owner in (None, type(module)) or self._missed_in[missed.owner] != VARIANTS:
-            return False
-        self.forget_graphs()
-        return True
+        more = len(self._breaking()) > len(before)
+        if more:
+            self.forget_graphs()
+        return more
+
+    def _breaking(self) -> list[nn.Module]:
+        """The modules that run as breaks. Not those with buffers, which they might write: a guard
+        that misses later could not take that back."""
+        module, kinds = self._guard.module, {k for k, n in self._missed_in.items() if n >= VARIANTS}
+        inside = [] if module is None or not kinds else [*module.modules()][1:]
+        return [m for m in inside if type(m) in kinds and next(m.buffers(), None) is None]
 
     def _broken(self, *args: Any, **kwargs: Any) -> Any:
-        """The function, with the modules that have become breaks."""
-        module, kinds = self._guard.module, {k for k, n in self._missed_in.items() if n >= VARIANTS}
-        children = [m for m in module.modules() if type(m) in kinds] if module and kinds else []
+        """The function, with these modules as breaks."""
         with contextlib.ExitStack() as stack:
-            for child in children:
-                if child is not module:
-                    run = as_break(child.forward, pure=True, kind="module")
-                    stack.enter_context(mock.patch.object(child, "forward", run))
+            for module in self._breaking():
+                run = as_break(module.forward, pure=True, kind="module")
+                stack.enter_context(mock.patch.object(module, "forward", run))
             return self.function(*args, **kwargs)
 
     def _drop_stale(self, entry: Entry) -> bool:

@@ -88,6 +88,31 @@ def test_weights_of_a_module_that_breaks_are_followed(twin: MakeTwin) -> None:
         both(seed, lambda draw: (draw(16, 8),))
 
 
+class Counting(Experts):
+    """Experts that count their calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x)
+
+
+def test_modules_that_may_write_buffers_stay_as_they_are(twin: MakeTwin) -> None:
+    def build() -> nn.Module:
+        model = Routed()
+        model.layers[3] = Counting()
+        return model
+
+    both = twin(build)
+    for seed in range(30):
+        both(seed, lambda draw: (draw(16, 8),))
+    whole = {b.what for g in both.report.graphs for b in g.breaks if b.kind == "module"}
+    assert whole <= {"Experts.forward"}
+
+
 def test_the_module_itself_is_declined_and_not_broken(twin: MakeTwin) -> None:
     both = twin(Alone)
     for seed in range(24):
