@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -25,42 +24,23 @@ _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 _watched: set[str] = set()
 """Types of devices whose failing allocations are heard of."""
 
-_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-
-
-def bytes_from(limit: int | str) -> int:
-    """`limit` in bytes; strings are "2GiB", "500 MB" and the like.
-
-    >>> bytes_from("2GiB"), bytes_from(1000)
-    (2147483648, 1000)
-    >>> bytes_from("lots")
-    Traceback (most recent call last):
-    ValueError: memory_limit='lots' is no size: give bytes or a string such as "2GiB"
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", str(limit).lower())
-    if found is None or found[2] not in _UNITS:
-        raise ValueError(
-            f'memory_limit={limit!r} is no size: give bytes or a string such as "2GiB"'
-        )
-    return int(float(found[1]) * _UNITS[found[2]])
-
 
 class Pool:
     """Memory and order of a family of graphs: they share it and never run at the same time.
 
     Any thread may use a pool. Discarded segments wait in the graveyard until the generation ends:
     destroying one can take a workspace away from the others. An anchor, an empty recording, keeps
-    the pool's id alive while no graph does. `memory_limit` is in bytes or a string such as "2GiB".
-    `tenants` have a method `forget_graphs`, called when a new generation begins. `unrecordable` are
-    ops that a recording failed on: from the next one on they are breaks. `may_cut` is off once a
-    recording in several segments failed: work forked to another stream cannot be cut in two.
+    the pool's id alive while no graph does. `memory_limit` is in bytes. `tenants` have a method
+    `forget_graphs`, called when a new generation begins. `unrecordable` are ops that a recording
+    failed on: from the next one on they are breaks. `may_cut` is off once a recording in several
+    segments failed: work forked to another stream cannot be cut in two.
 
     >>> pool = Pool(device)
     >>> pool.bytes()
     0
     """
 
-    def __init__(self, device: torch.device | str, memory_limit: int | str | None = None) -> None:
+    def __init__(self, device: torch.device | str, memory_limit: int | None = None) -> None:
         backend = backend_for(device)
         if backend is None:
             raise ValueError(f"nothing can be recorded on {device}: graphs need CUDA")
@@ -68,7 +48,7 @@ class Pool:
         self.backend = backend
         self.lock = threading.RLock()
         self.stream = backend.new_stream(self.device)
-        self.limit = None if memory_limit is None else bytes_from(memory_limit)
+        self.limit = memory_limit
         self.generation = -1
         self.tenants: weakref.WeakSet[Any] = weakref.WeakSet()
         self.unrecordable: set[Any] = set()

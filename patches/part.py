@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from accel.backend import backend_for
-from accel.memory import Pool, bytes_from
+from accel.memory import Pool
 from accel.patches.forward import PatchedMethod
+from accel.patches.sizes import bytes_from
 from accel.patches.state import StateProbe
 from accel.reporting import PartReport
 from accel.runner import GraphRunner
@@ -54,7 +55,8 @@ class Options:
     def pool(self, device: torch.device) -> Pool:
         """The pool of `device`, made at first use."""
         if device not in self.pools:
-            self.pools[device] = Pool(device, self.memory_limit)
+            limit = None if self.memory_limit is None else bytes_from(self.memory_limit)
+            self.pools[device] = Pool(device, limit)
         return self.pools[device]
 
 

@@ -9,9 +9,10 @@ import weakref
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from accel.patches.overview import Report
 from accel.patches.part import Capture, Options
 from accel.patches.patched import Patched, is_patchable
-from accel.reporting import PartReport, Report
+from accel.reporting import PartReport
 
 T = TypeVar("T")
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from accel.patches import pipeline
+from accel.patches.overview import Report
 from accel.patches.part import Part
 from accel.patches.rerun import Call, Traces
-from accel.reporting import PartReport, Report
+from accel.reporting import PartReport
 
 MOST_RUNS = 6
 """Runs after which a call that still brings news is left as it is."""

@@ -25,8 +25,8 @@ from accel.pipelines.twin import twin
 if TYPE_CHECKING:
     import torch
 
+    from accel.patches.overview import Report
     from accel.patches.part import Capture
-    from accel.reporting import Report
 
 MOST_WARM_RUNS = 6
 

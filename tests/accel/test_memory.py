@@ -1,4 +1,4 @@
-"""Pools: sizes in words, order, generations, memory given back."""
+"""Pools: order, generations, memory given back."""
 
 from __future__ import annotations
 
@@ -10,31 +10,8 @@ import pytest
 import torch
 
 from accel.backend import Backend
-from accel.memory import Pool, bytes_from
+from accel.memory import Pool
 from accel.runner import GraphRunner
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"),
-    [
-        (5, 5),
-        ("5", 5),
-        ("5 b", 5),
-        ("2k", 2000),
-        ("2 KiB", 2048),
-        ("1.5MB", 1_500_000),
-        ("1gib", 1 << 30),
-        (" 3 GB ", 3_000_000_000),
-    ],
-)
-def test_sizes(limit: Any, expected: int) -> None:
-    assert bytes_from(limit) == expected
-
-
-@pytest.mark.parametrize("limit", ["", "lots", "-1", "2 TiB", "GiB", "1..5k", "b", "5i"])
-def test_a_size_that_is_none_is_quoted(limit: str) -> None:
-    with pytest.raises(ValueError, match=r"memory_limit=.* is no size"):
-        bytes_from(limit)
 
 
 def test_a_device_without_graphs_is_refused() -> None:
@@ -91,7 +68,7 @@ def test_the_default_limit_is_half_of_what_is_free(pool: Pool, backend: Backend)
 
 
 def test_a_limit_given_is_kept(device: torch.device) -> None:
-    pool = Pool(device, memory_limit="1MiB")
+    pool = Pool(device, memory_limit=1 << 20)
     pool.set_default_limit()
     assert pool.limit == 1 << 20
 

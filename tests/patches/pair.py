@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 import accel
+from accel.patches.overview import Report
 from accel.pipelines import tiny
-from accel.reporting import PartReport, Report
+from accel.reporting import PartReport
 
 Do = Callable[[Any], Any]
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import accel
+from accel.patches.overview import Report
 from accel.patches.warming import MOST_RUNS
 from accel.pipelines import tiny
-from accel.reporting import Report
 from tests.patches.faulty import STEPS, Pipe
 from tests.patches.test_modular import modular
 

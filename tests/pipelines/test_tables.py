@@ -1,7 +1,8 @@
 import pytest
 
+from accel.patches.overview import Report
 from accel.pipelines import tables
-from accel.reporting import BreakReport, GraphReport, PartReport, Report
+from accel.reporting import BreakReport, GraphReport, PartReport
 
 
 def test_an_explanation_names_every_break_and_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from accel.reporting import BreakReport, GraphReport, PartReport, Report
+from accel.patches.overview import Report
+from accel.reporting import BreakReport, GraphReport, PartReport
 
 
 @pytest.fixture
