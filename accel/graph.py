@@ -59,6 +59,11 @@ class Refused(Uncapturable):
     accel.graph.Refused: the forward draws random numbers on the host
     """
 
+    def __init__(self, reason: str, passing: bool = False) -> None:
+        super().__init__(reason)
+        self.passing = passing
+        """Whether it may have been another thread's doing, and a later call is worth a try."""
+
 
 class BreakableGraph:
     """A recorded forward pass: `replay` runs its segments and breaks in order.

@@ -70,8 +70,10 @@ class Recorded:
             ):
                 result = function(*args, **kwargs)
             try:
-                if (objected := objection() or generators.objection()) is not None:
+                if (objected := objection()) is not None:
                     raise Refused(objected)
+                if (objected := generators.objection()) is not None:
+                    raise Refused(objected, passing=True)
                 self.edits.close()
                 born = dict.fromkeys(backend.live_blocks(pool.id) - live, OURS)
                 self._results = Results(result, static, recording.origins | born, backend)

@@ -395,6 +395,8 @@ class GraphRunner:
         entry.bytes = max(entry.bytes, recorded.report.pool_bytes)
         self.report.captures += 1
         self.report.graphs.append(recorded.report)
+        if self.report.declined == entry.barred_for:
+            self.report.declined = None  # for the time being, that was
         _keep_within_limit(self.pool)
         result, recorded.first_result = recorded.first_result, None
         return result
@@ -412,7 +414,7 @@ class GraphRunner:
         if again:
             entry.barred = 0
         else:
-            entry.decline(reason)
+            entry.decline(reason, BARRED_CALLS if getattr(error, "passing", False) else math.inf)
         return result
 
 

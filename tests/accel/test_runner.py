@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel.backend import Backend
 from accel.graph import BreakableGraph, capture
 from accel.memory import Pool
-from accel.runner import GraphRunner
+from accel.runner import BARRED_CALLS, GraphRunner
 
 MakeRunner = Callable[..., GraphRunner]
 
@@ -310,3 +312,27 @@ def test_first_replays_are_right_under_every_kind_of_module(runner: MakeRunner) 
                 y = torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)).to(pool.device)
                 assert torch.equal(watched(y), layer(y))
         assert watched.report.replays == 2
+
+
+def test_host_numbers_that_another_thread_draws_delay_a_recording_only(
+    runner: Callable[..., GraphRunner], device: torch.device
+) -> None:
+    disturbed = [True]
+
+    def forward(x: Tensor) -> Tensor:
+        if disturbed[0]:
+            thread = threading.Thread(target=random.random)
+            thread.start()
+            thread.join()
+        return x * 2
+
+    watched, x = runner(forward), torch.ones(2, device=device)
+    for _ in range(3):
+        watched(x)
+    assert watched.report.declined == "the forward draws random numbers on the host"
+    disturbed[0] = False
+    for _ in range(BARRED_CALLS + 3):
+        assert watched(x).tolist() == [2.0, 2.0]
+    assert watched.report.captures == 1
+    assert watched.report.replays >= 1
+    assert watched.report.declined is None
