@@ -25,6 +25,7 @@ from accel.memory import Pool
 from accel.patches.part import Options, Part
 from accel.patches.schedulers import SyncFreeSchedulers
 
+_COMPILED = "_compiled_call_impl"
 _NEVER = ("safety_checker",)
 _log = logging.getLogger("accel")
 
@@ -99,6 +100,18 @@ class Patched:
             leaving = [part for part in before + self._leaving if not _is_wanted(part)]
             self._leaving = [] if _take_off(leaving, wait=take_over) else leaving
 
+    def _has_changed(self) -> bool:
+        """Whether components were assigned, or compiled, since they were looked for."""
+        obj = self._obj()
+        return any(
+            getattr(obj, name, None) is not ref() for name, ref in self._components.items()
+        ) or any(
+            method in ("forward", _COMPILED)
+            and (module := ref()) is not None
+            and _method(module) != method
+            for ref, method in self._targets.values()
+        )
+
     def _part(self, name: str, module: nn.Module, method: str, take_over: bool) -> None:
         known, is_module = _part_of(module, method), module is self._obj()
         is_encoder = "encoder" in name and not is_module
@@ -139,12 +152,9 @@ class Patched:
     def look_around(self) -> None:
         """Run after each part's call: a component assigned since is patched, a patch that went
         away with someone's hook is put on again, and that nothing gains is said once."""
-        obj = self._obj()
         if self._schedulers is not None:
             self._schedulers.refresh()
-        if self._leaving or any(
-            getattr(obj, name, None) is not module() for name, module in self._components.items()
-        ):
+        if self._leaving or self._has_changed():
             self.find_parts()
         parts = self.parts
         for part in parts:
@@ -161,7 +171,7 @@ class Patched:
 
 def _look_around(module: weakref.ref[nn.Module]) -> None:
     """What is run after each call of a patched module. If another thread is at it, that will do."""
-    if not _lock.acquire(blocking=False):
+    if torch.compiler.is_compiling() or not _lock.acquire(blocking=False):
         return
     try:
         called = module()
@@ -234,7 +244,7 @@ def _found(obj: Any, options: Options) -> dict[str, tuple[nn.Module, str]]:
 
 def _methods(obj: Any, options: Options) -> dict[str, tuple[nn.Module, str]]:
     if isinstance(obj, nn.Module):
-        return {"module": (obj, "forward")}
+        return {"module": (obj, _method(obj))}
     found: dict[str, tuple[nn.Module, str]] = {}
     for name, component in obj.components.items():
         if not isinstance(component, nn.Module) or name in _NEVER:
@@ -244,8 +254,14 @@ def _methods(obj: Any, options: Options) -> dict[str, tuple[nn.Module, str]]:
                 found[name] = (component, "decode")
         elif "encoder" not in name or options.text_encoder:
             for suffix, module in _inner(component):
-                found[name + suffix] = (module, "forward")
+                found[name + suffix] = (module, _method(module))
     return found
+
+
+def _method(module: nn.Module) -> str:
+    """What calls of a module go through: after `module.compile()` that is the compiled call, and
+    `forward` is but what the compiler reads."""
+    return "forward" if module._compiled_call_impl is None else _COMPILED
 
 
 def _inner(component: nn.Module) -> list[tuple[str, nn.Module]]:
