@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from accel.pipelines import options
+from accel.pipelines import options, spreading
 from accel.pipelines.console import note, print_json
 from accel.pipelines.errors import explained
 from accel.pipelines.models import Trust
@@ -48,14 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app(given, standalone_mode=False)
         if code == INTERRUPTED:  # what typer makes of Ctrl-C
-            note("interrupted")
+            return _interrupted()
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
-        note("interrupted")
-        return INTERRUPTED
+        return _interrupted()
     except Exception as error:
         if "--debug" in given:
             traceback.print_exc()
+        spreading.let_main_speak_first()
+        if isinstance(error, spreading.ToldByMain):
+            return error.exit_code
         # typer's own complaints (an unknown option, a missing argument) know their words.
         complaint = getattr(error, "format_message", None)
         if complaint is not None:
@@ -64,6 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = explained(error)
         note(str(known))
         return known.exit_code
+
+
+def _interrupted() -> int:
+    if spreading.is_main():
+        note("interrupted")
+    return INTERRUPTED
 
 
 @app.command()
@@ -112,31 +120,34 @@ def generate(
     from accel.pipelines import making
     from accel.pipelines.prompts import parse_extra, read_prompts
 
-    order = making.Order(
-        prompts=read_prompts(prompts or [], prompts_file),
-        source=source,
-        changes={
-            "model": model,
-            "steps": steps,
-            "guidance": guidance,
-            "negative_prompt": negative_prompt,
-            "dtype": dtype,
-        },
-        size=size,
-        extra=parse_extra(extra or []),
-        loras=lora or [],
-        seed=seed,
-        number=number,
-        output=output,
-        device=device,
-        mode=mode,
-        trust=Trust(trust_pickle, trust_remote_code),
-        quiet=not debug,
-        stdout_is_json=json,
-    )
-    result = making.fulfil(order)
-    if json:
-        print_json(result)
+    def order() -> making.Order:
+        return making.Order(
+            prompts=read_prompts(prompts or [], prompts_file),
+            source=source,
+            changes={
+                "model": model,
+                "steps": steps,
+                "guidance": guidance,
+                "negative_prompt": negative_prompt,
+                "dtype": dtype,
+            },
+            size=size,
+            extra=parse_extra(extra or []),
+            loras=lora or [],
+            seed=seed,
+            number=number,
+            output=output,
+            device=device,
+            mode=mode,
+            trust=Trust(trust_pickle, trust_remote_code),
+            quiet=not debug,
+            stdout_is_json=json,
+        )
+
+    with spreading.team(device) as team:
+        result = making.fulfil(team.decided(order), team)
+        if json and team.is_main:
+            print_json(result)
 
 
 @app.command()

@@ -9,10 +9,13 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 OnStep = Callable[[int], None]
 OnPicture = Callable[[str], None]
+
+_notes_are_held = ContextVar("_notes_are_held", default=False)
 
 
 def unheard(what: str) -> None:
@@ -26,7 +29,18 @@ def print_json(content: Any) -> None:
 
 def note(text: str) -> None:
     """Says one line on stderr."""
-    print(f"accel: {text}", file=sys.stderr)
+    if not _notes_are_held.get():
+        print(f"accel: {text}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def notes_held(held: bool) -> Iterator[None]:
+    """While open (and `held`), notes are not said: of several processes one says them."""
+    before = _notes_are_held.set(held)
+    try:
+        yield
+    finally:
+        _notes_are_held.reset(before)
 
 
 @contextlib.contextmanager
@@ -40,10 +54,12 @@ def stdout_kept_clean(kept: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def steps_shown(pictures: int, steps: int | None) -> Iterator[Callable[[int], OnStep]]:
+def steps_shown(
+    pictures: int, steps: int | None, *, shown: bool = True
+) -> Iterator[Callable[[int], OnStep]]:
     """A progress bar on stderr over the steps of each picture. Yields a function that gives, for a
     picture's index, what is told the number of finished steps. Draws nothing where stderr is no
-    terminal."""
+    terminal, or unless `shown`."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -54,10 +70,9 @@ def steps_shown(pictures: int, steps: int | None) -> Iterator[Callable[[int], On
     )
 
     console = Console(stderr=True)
+    hidden = not (shown and console.is_terminal)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=hidden) as bar:
         task = bar.add_task("picture", total=steps)
 
         def for_picture(index: int) -> OnStep:

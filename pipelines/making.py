@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.pipelines import outputs, picture
-from accel.pipelines.console import OnStep, note, stdout_kept_clean, steps_shown
+from accel.pipelines.console import OnStep, note, notes_held, stdout_kept_clean, steps_shown
 from accel.pipelines.errors import BadInput
 from accel.pipelines.models import Trust
 from accel.pipelines.prompts import refuse_broken, settings_for
 from accel.pipelines.settings import Lora, Settings, parse_size
+from accel.pipelines.spreading import ALONE, Team
 
 if TYPE_CHECKING:
     from accel.pipelines.subjects import Subject
@@ -43,28 +44,47 @@ class Order:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """All pictures of an order, in order, and where each goes."""
+
+    base: Settings
+    wanted: list[Settings]
+    paths: list[Path]
+    source_made_with: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Prepared:
-    """A pipeline ready to make the pictures that are `wanted`."""
+    """A pipeline ready to make the pictures that are `wanted`, each at its path."""
 
     pipe: Any
-    wanted: list[Settings]
+    wanted: list[tuple[Settings, Path]]
     made_with: dict[str, Any]
 
 
-def fulfil(order: Order) -> dict[str, Any]:
-    """Makes and writes the pictures of `order`; returns what was made as plain data."""
+def fulfil(order: Order, team: Team = ALONE) -> dict[str, Any] | None:
+    """Makes and writes the pictures of `order`; returns what was made as plain data. In a `team`
+    this process makes its share; all hear of all pictures, the report is each one's own, and a
+    process without a share returns None."""
+    plan = team.decided(lambda: _plan(order))
+    others = not team.is_main
+    with stdout_kept_clean(order.stdout_is_json or others):
+        with notes_held(others):
+            ready = team.each(lambda: _prepared(order, plan, team))
+        tell = _tell_nobody if order.stdout_is_json else _tell
+        made = team.collected(_write_all(ready, shown=team.is_main), tell)
+    if ready is None:
+        return None
+    report = _report(ready.pipe, order.mode)
+    return {"pictures": made, "made_with": ready.made_with, "mode": order.mode, "report": report}
+
+
+def _plan(order: Order) -> Plan:
     if order.mode not in MODES:
         raise BadInput(f"--mode {order.mode}: choose from {', '.join(MODES)}")
     base, made_with = _base(order)
     wanted = settings_for(base, order.prompts, order.number, _seed(order, base))
-    paths = outputs.paths_for(order.output, wanted)
-    with stdout_kept_clean(order.stdout_is_json):
-        ready = _prepared(order, base, wanted)
-        now = {**ready.made_with, **_fingerprints(ready.wanted[0])}
-        _note_differences({**made_with, **_fingerprints(base)}, now)
-        made = [*_write_all(ready, paths, tell=not order.stdout_is_json)]
-        report = _report(ready.pipe, order.mode)
-    return {"pictures": made, "made_with": ready.made_with, "mode": order.mode, "report": report}
+    return Plan(base, wanted, outputs.paths_for(order.output, wanted), made_with)
 
 
 def _base(order: Order) -> tuple[Settings, dict[str, Any]]:
@@ -93,14 +113,18 @@ def _seed(order: Order, base: Settings) -> int | None:
     return order.seed
 
 
-def _prepared(order: Order, base: Settings, wanted: list[Settings]) -> Prepared:
+def _prepared(order: Order, plan: Plan, team: Team) -> Prepared | None:
+    """The pipeline and this process's share; None where there is none for it to make."""
+    if not team.share(plan.paths):
+        return None
     from accel.pipelines import subjects
     from accel.pipelines.arguments import call_defaults
 
-    subject = subjects.load_model(base, order.device, trust=order.trust, quiet=order.quiet)
+    base, device = plan.base, team.device(order.device)
+    subject = subjects.load_model(base, device, trust=order.trust, quiet=order.quiet)
     if "num_frames" in call_defaults(subject.pipe):
         raise BadInput(f"{base.model} makes videos; accel generate makes pictures")
-    chosen = [replace(subject.settings, prompt=s.prompt, seed=s.seed) for s in wanted]
+    chosen = [replace(subject.settings, prompt=s.prompt, seed=s.seed) for s in plan.wanted]
     subjects.tell(chosen)
     if len(order.prompts) > 1 and not any(" " in prompt for prompt in order.prompts):
         note(f"{len(order.prompts)} prompts of one word each: quotes make a sentence one prompt")
@@ -109,17 +133,27 @@ def _prepared(order: Order, base: Settings, wanted: list[Settings]) -> Prepared:
         import accel
 
         pipe = accel.patch(pipe, mode=order.mode)
-    return Prepared(pipe, chosen, _made_with(subject))
+    made_with = _made_with(subject)
+    then = {**plan.source_made_with, **_fingerprints(base)}
+    _note_differences(then, {**made_with, **_fingerprints(subject.settings)})
+    return Prepared(pipe, team.share([*zip(chosen, plan.paths, strict=True)]), made_with)
 
 
-def _write_all(ready: Prepared, paths: list[Path], *, tell: bool) -> Iterator[dict[str, Any]]:
-    with steps_shown(len(paths), ready.wanted[0].steps) as on_step:
-        for index, (settings, path) in enumerate(zip(ready.wanted, paths, strict=True)):
-            made = _write_one(ready, settings, path, on_step(index))
-            if tell:
-                size, seed = f"{made['width']}x{made['height']}", settings.seed
-                print(f"{path}: {size}, seed {seed}, {made['seconds']:.2f} s", flush=True)
-            yield made
+def _write_all(ready: Prepared | None, *, shown: bool) -> Generator[dict[str, Any], None, None]:
+    if ready is None:
+        return
+    with steps_shown(len(ready.wanted), ready.wanted[0][0].steps, shown=shown) as on_step:
+        for index, (settings, path) in enumerate(ready.wanted):
+            yield _write_one(ready, settings, path, on_step(index))
+
+
+def _tell(made: dict[str, Any]) -> None:
+    size, seed = f"{made['width']}x{made['height']}", made["settings"]["seed"]
+    print(f"{made['path']}: {size}, seed {seed}, {made['seconds']:.2f} s", flush=True)
+
+
+def _tell_nobody(made: dict[str, Any]) -> None:
+    """For callers that write the whole of it as JSON."""
 
 
 def _write_one(ready: Prepared, settings: Settings, path: Path, on_step: OnStep) -> dict[str, Any]:
