@@ -159,7 +159,8 @@ class Backend:
 
     def on_out_of_memory(self, call: Callable[..., None]) -> None:
         """Has `call` run whenever an allocation fails, in anyone's code, until the process ends."""
-        torch._C._cuda_attach_out_of_memory_observer(call)
+        attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009
+        attach(call)
 
     def warm_libraries(self, device: torch.device) -> None:
         """Makes the math libraries' handles for the current stream: no recording can. (cuDNN makes

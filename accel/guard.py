@@ -233,7 +233,7 @@ def all_modules(module: nn.Module) -> list[nn.Module]:
     while ahead:
         news = [m for m in ahead.pop().modules() if m not in found]
         found.update(dict.fromkeys(news))
-        for own in (vars(m) for m in news if not type(m).__module__.startswith("torch.")):
+        for own in (dict(vars(m)) for m in news if not type(m).__module__.startswith("torch.")):
             hidden = (x for name, x in own.items() if name != "_modules" and opened(x) is not None)
             ahead += [x for box in hidden for x in leaves(box) if isinstance(x, nn.Module)]
     return list(found)

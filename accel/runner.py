@@ -267,6 +267,7 @@ class GraphRunner:
         return result
 
     def _replay_or_record(self, entry: Entry, key: Signature, call: Any) -> Any:
+        asked = not entry.variants  # for a veto; a replay is not worth the question
         self._drop_stale(entry)
         missed: GuardMiss | None = None
         for variant in entry.variants[:]:
@@ -276,14 +277,14 @@ class GraphRunner:
                 self.report.guard_misses += 1
                 missed = miss
         if missed is None or self._drop_stale(entry):  # weights moved, their old memory in use
-            return self._record(entry, key, call)
+            return self._record(entry, key, call, asked)
         if self._breaks_more_for(missed):
-            return self._record(entry, key, call)
+            return self._record(entry, key, call, asked)
         entry.misses += 1
         entry.decline_if_fruitless(1, f"no two calls agree: {missed}")
         if entry.misses % 2 or entry.barred:  # a lazy cache may have been filled: once more eagerly
             return self._eager(str(missed), call)
-        return self._record(entry, key, call)
+        return self._record(entry, key, call, asked)
 
     def _breaks_more_for(self, missed: GuardMiss) -> bool:
         """Counts where guards miss; modules of a class in which they keep missing become breaks,
@@ -363,8 +364,8 @@ class GraphRunner:
             self.report.changes[what] += 1
             raise GuardMiss(f"changed since the recording: {what}")
 
-    def _record(self, entry: Entry, key: Signature, call: Any) -> Any:
-        reason = entry.barred_for if entry.barred else self._veto() if entry.variants else None
+    def _record(self, entry: Entry, key: Signature, call: Any, asked: bool) -> Any:
+        reason = entry.barred_for if entry.barred else None if asked else self._veto()
         if reason is not None:
             return self._eager(reason, call)
         self.pool.make_room()

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -37,7 +38,7 @@ class PatchedMethod:
         self.__signature__ = inspect.signature(self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._instead is None:
+        if self._instead is None or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         return self._instead(self.original, args, kwargs)
 

@@ -7,6 +7,7 @@ pipeline has (pipeline.py) nor how recording works (accel.runner).
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,6 +27,9 @@ Capture = Literal["auto", "always"]
 
 SETTLED_CALLS = 3
 """Eager calls after which a part that recorded nothing is not going to, for now."""
+
+
+_making_pools = threading.Lock()
 
 
 @dataclass
@@ -54,10 +58,11 @@ class Options:
 
     def pool(self, device: torch.device) -> Pool:
         """The pool of `device`, made at first use."""
-        if device not in self.pools:
+        with _making_pools:
+            if device in self.pools:
+                return self.pools[device]
             limit = None if self.memory_limit is None else bytes_from(self.memory_limit)
-            self.pools[device] = Pool(device, limit)
-        return self.pools[device]
+            return self.pools.setdefault(device, Pool(device, limit))
 
 
 class Part:
@@ -124,8 +129,10 @@ class Part:
     def _call(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         runner = self._runner_for(original)
         if runner is None:
-            self.report.eager("the module is not on a CUDA device")
-            return original(*args, **kwargs)
+            self.report.eager(self._probe.veto() or "the module is not on a CUDA device")
+            result = original(*args, **kwargs)
+            self._after()
+            return result
         if self._unread_cache is not None and len(args) <= self._unread_cache:
             # A cache that nobody reads costs an upload a layer, and comes back as an opaque object.
             kwargs.setdefault("use_cache", False)

@@ -163,10 +163,11 @@ def _difference(now: tuple[Any, ...], was: tuple[Any, ...]) -> str:
 
 def _state_of(module: nn.Module, kept: list[Any]) -> tuple[Any, ...]:
     attributes = module.__dict__
-    hooks = [hook for name in _HOOKS for hook in attributes.get(name, {}).values()]
+    hooks = [hook for name in _HOOKS for hook in list(attributes.get(name, {}).values())]
     kept.extend(hooks)
     depth = 1 if type(module).__module__.startswith("torch.") else _DEPTH
-    own = tuple((k, _value(v, depth, kept)) for k, v in attributes.items() if k not in _OF_TORCH)
+    names = [name for name in list(attributes) if name not in _OF_TORCH]
+    own = tuple((name, _value(attributes.get(name), depth, kept)) for name in names)
     kind = type(module)
     return id(module), kind, kind.forward, attributes.get("training"), tuple(map(id, hooks)), own
 
@@ -190,11 +191,13 @@ class _Watch:
         hooks = [m.__dict__.get(name) for m in modules for name in _HOOKS]
         self._hooks = [box for box in hooks if box is not None]
         self._registries = [r for d in owns if (r := d.get("_diffusers_hook")) is not None]
-        self._boxes = [x for d in owns for k, x in d.items() if _is_box(x) and k not in _OF_TORCH]
+        found = [item for _, own in self._owns for item in own.items()]
+        self._boxes = [x for name, x in found if _is_box(x) and name not in _OF_TORCH]
         own = [d[k] for d in _of_others(modules) for k in _TENSORS_AND_LAYERS]
         self._insides = [(box, copy.copy(box)) for box in (*own, *_containers(self._boxes))]
         # Settings of torch's layers: a convolution's padding mode, a norm's epsilon.
-        settings = [(d, k, x) for d in self._torchs for k, x in d.items() if k not in _OF_TORCH]
+        items = [(own, name, x) for own in self._torchs for name, x in list(own.items())]
+        settings = [item for item in items if item[1] not in _OF_TORCH]
         self._settings = tuple(zip(*settings, strict=True)) if settings else ((), (), ())
         self._children = [m._modules for m in modules]
         self._kinds = set(map(type, modules))
@@ -232,8 +235,19 @@ class _Watch:
         changed them, and is going to be made again."""
         for box, before in [*self._owns, *self._insides]:
             if identities(box) != identities(before):
+                if _patches_in(box) != _patches_in(before):  # patched or unpatched meanwhile
+                    before = _plain(before) | _patches_in(box)
                 box.clear()
                 (box.extend if isinstance(box, list) else box.update)(before)
+
+
+def _patches_in(box: Any) -> dict[str, Any]:
+    named = list(box.items()) if isinstance(box, dict) else []
+    return {name: x for name, x in named if isinstance(x, PatchedMethod)}
+
+
+def _plain(box: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in box.items() if not isinstance(x, PatchedMethod)}
 
 
 def _containers(boxes: Iterable[Any], depth: int = _DEPTH) -> list[Any]:
@@ -264,9 +278,9 @@ def _value(x: Any, depth: int, kept: list[Any]) -> Any:
     if depth and isinstance(x, (list, tuple)):
         return tuple(_value(item, depth - 1, kept) for item in x)
     if depth and isinstance(x, dict):
-        return tuple((key, _value(item, depth - 1, kept)) for key, item in x.items())
+        return tuple((key, _value(item, depth - 1, kept)) for key, item in list(x.items()))
     if depth and isinstance(x, (set, frozenset)):
-        return frozenset(_value(item, 0, kept) for item in x)
+        return frozenset(_value(item, 0, kept) for item in list(x))
     if (hooks := _hooks_of_registry(x, kept)) is not None:
         return hooks
     kept.append(x)
@@ -286,7 +300,7 @@ def _helpers(attributes: list[dict[str, Any]]) -> list[Any]:
         news = {
             id(x): x
             for own in level
-            for value in own.values()
+            for value in list(own.values())
             for x in (value if type(value) in (list, tuple) else (value,))
             if _is_helper(x) and id(x) not in found
         }
@@ -324,12 +338,12 @@ def _hooks_of_registry(x: Any, kept: list[Any]) -> tuple[Any, ...] | None:
     if type(x).__name__ != "HookRegistry" or not isinstance(hooks, dict):
         return None
     kept.extend(hooks.values())
-    return tuple((name, id(hook)) for name, hook in hooks.items())
+    return tuple((name, id(hook)) for name, hook in list(hooks.items()))
 
 
 def _hooks(module: nn.Module, name: str) -> Iterable[Any]:
     hooks = module.__dict__.get(name, {})
-    return () if name.endswith("_with_kwargs") else hooks.values()
+    return () if name.endswith("_with_kwargs") else list(hooks.values())
 
 
 def _is_users(hook: Any) -> bool:
@@ -345,7 +359,7 @@ def _veto_of(module: nn.Module, is_root: bool) -> str | None:
     hook = attributes.get("_hf_hook")
     if hook is not None and getattr(hook, "offload", type(hook).__name__ == "CpuOffload"):
         return "CPU offload moves the weights around every call"
-    for name, registered in getattr(attributes.get("_diffusers_hook"), "hooks", {}).items():
+    for name, registered in getattr(attributes.get("_diffusers_hook"), "hooks", {}).copy().items():
         if name in _MOVING_HOOKS:
             return _MOVING_HOOKS[name]
         if getattr(registered, "_is_stateful", False):

@@ -98,7 +98,7 @@ class Taps:
         """What stands in a part's place for runs that record and replay, in a pool of its own."""
         device = part.device()
         assert device is not None  # it was recorded
-        pool, probe = Pool(device, part.options.memory_limit), StateProbe(part.module)
+        pool, probe = Pool(device), StateProbe(part.module)
         runners: dict[str, GraphRunner] = {}
 
         def replayed(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

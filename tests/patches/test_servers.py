@@ -191,7 +191,6 @@ class TestThreads:
                 assert np.array_equal(serve(pipe, request), picture)
         assert accel.report(pipe)["unet"].captures == 2
 
-    @pytest.mark.xfail(strict=True, reason="attributes are walked while other threads set some")
     def test_an_attribute_set_by_another_thread_while_it_is_looked_at(
         self, device: torch.device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -208,7 +207,6 @@ class TestThreads:
             patched.setattr("accel.guard.opened", switched)
             block(torch.ones(2, 4, device=device))
 
-    @pytest.mark.xfail(strict=True, reason="what is put back includes patches")
     def test_a_recording_that_fails_leaves_a_patch_made_meanwhile(self) -> None:
         block = Breaks()
         put_back = StateProbe(block).remember()
@@ -216,7 +214,6 @@ class TestThreads:
         put_back()
         assert vars(block).get("forward") is patched
 
-    @pytest.mark.xfail(strict=False, reason="the two above, by chance")
     def test_patched_and_unpatched_while_others_draw(self, pipe: Any, expected: Draw) -> None:
         requests = [(seed % 3, (16, 24)[seed % 2]) for seed in range(18)]
         pictures = [expected(request) for request in requests]
