@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import threading
 import traceback
 import types
@@ -24,7 +25,15 @@ from accel.backend import Backend
 from accel.guard import Ambient, Held
 from accel.memory import Pool
 from accel.reporting import BreakReport
-from accel.signature import Uncapturable, bytes_of, distinct, leaves, like_in_memory, map_tree
+from accel.signature import (
+    Uncapturable,
+    bytes_of,
+    distinct,
+    laid_out,
+    leaves,
+    like_in_memory,
+    map_tree,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -157,6 +166,9 @@ class Break:
             if _on_device(x) and storage(x).data_ptr() not in given:
                 x = self._buffered(x)
                 self.buffers.append(x)
+                self._targets.append(x)
+                # An object of the model's own: that it is kept shows in the number of holders.
+                return laid_out(x, storage(x), x.storage_offset())
             self._targets.append(x.clone() if isinstance(x, torch.Tensor) and x.is_cpu else keep(x))
             return x
 
@@ -483,10 +495,22 @@ def _caller() -> tuple[str, type[nn.Module] | None]:
     """What led to a break, outside torch and us: the nearest source line, the nearest module."""
     where = "unknown"
     for frame, line in traceback.walk_stack(None):
-        module, owner = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
+        module = frame.f_globals.get("__name__", "")
         if not module.startswith(("torch.", "accel.graph", "accel.record", "contextlib")):
             if where == "unknown":
                 where = f"{frame.f_code.co_filename.split('/site-packages/')[-1]}:{line}"
-            if isinstance(owner, nn.Module):
+            if isinstance(owner := _self_of(frame), nn.Module):
                 return where, type(owner)
     return where, None
+
+
+def _self_of(frame: types.FrameType) -> Any:
+    """`self` in a function's frame. Before Python 3.13 a look at its variables leaves a copy there,
+    which would keep tensors alive until the function ends."""
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return None
+    variables = frame.f_locals
+    owner = variables.get("self")
+    if isinstance(variables, dict):
+        variables.clear()
+    return owner

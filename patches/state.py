@@ -26,6 +26,8 @@ from accel.patches.forward import PatchedMethod
 from accel.signature import identities
 
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+_REGISTRY = "_diffusers_hook"
+"""Where diffusers keeps a module's hooks. An empty one, which pipelines leave, is as good as none."""
 _TENSORS_AND_LAYERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = (
     "_forward_hooks",
@@ -166,8 +168,9 @@ def _state_of(module: nn.Module, kept: list[Any]) -> tuple[Any, ...]:
     hooks = [hook for name in _HOOKS for hook in list(attributes.get(name, {}).values())]
     kept.extend(hooks)
     depth = 1 if type(module).__module__.startswith("torch.") else _DEPTH
-    names = [name for name in list(attributes) if name not in _OF_TORCH]
+    names = [name for name in list(attributes) if name not in _OF_TORCH and name != _REGISTRY]
     own = tuple((name, _value(attributes.get(name), depth, kept)) for name in names)
+    own += ((_REGISTRY, _hooks_of_registry(attributes.get(_REGISTRY), kept) or ()),)
     kind = type(module)
     return id(module), kind, kind.forward, attributes.get("training"), tuple(map(id, hooks)), own
 
@@ -190,7 +193,7 @@ class _Watch:
         self._owns = [(own, dict(own)) for own in owns]
         hooks = [m.__dict__.get(name) for m in modules for name in _HOOKS]
         self._hooks = [box for box in hooks if box is not None]
-        self._registries = [r for d in owns if (r := d.get("_diffusers_hook")) is not None]
+        self._registries = [r for d in owns if (r := d.get(_REGISTRY)) is not None]
         found = [item for _, own in self._owns for item in own.items()]
         self._boxes = [x for name, x in found if _is_box(x) and name not in _OF_TORCH]
         own = [d[k] for d in _of_others(modules) for k in _TENSORS_AND_LAYERS]
@@ -359,7 +362,7 @@ def _veto_of(module: nn.Module, is_root: bool) -> str | None:
     hook = attributes.get("_hf_hook")
     if hook is not None and getattr(hook, "offload", type(hook).__name__ == "CpuOffload"):
         return "CPU offload moves the weights around every call"
-    for name, registered in getattr(attributes.get("_diffusers_hook"), "hooks", {}).copy().items():
+    for name, registered in getattr(attributes.get(_REGISTRY), "hooks", {}).copy().items():
         if name in _MOVING_HOOKS:
             return _MOVING_HOOKS[name]
         if getattr(registered, "_is_stateful", False):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 import weakref
 
 import pytest
@@ -89,16 +88,10 @@ def test_an_impure_break_runs_once_also_where_its_recording_is_refused(
     assert impure_break_before_a_read(device) == [1] * 6
 
 
-@pytest.mark.xfail(strict=True, reason="holders of memory are counted by tensors, not by names")
 def test_a_model_that_keeps_the_very_tensor_of_a_break_is_declined(device: torch.device) -> None:
     it_keeps_what_a_break_gave_it(device)
 
 
-@pytest.mark.xfail(
-    sys.version_info < (3, 13),
-    strict=True,
-    reason="a break reads f_locals of every frame up the stack: a copy that stays with the frame",
-)
 def test_what_a_caller_lets_go_after_a_recording_is_freed(device: torch.device) -> None:
     x, outside = torch.ones(64, device=device), torch.ones(64, device=device)
     with torch.no_grad(), capture(BreakableGraph(Pool(device))):

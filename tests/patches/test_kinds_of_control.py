@@ -286,10 +286,6 @@ class TestLoRA:
         assert both.report["unet"].captures == 2
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the empty registry of hooks that the first picture leaves counts as a change",
-)
 @pytest.mark.parametrize("name", ["flux_img2img", "flux_controlnet"])
 def test_the_second_picture_is_recorded_once_more(name: str, kind: MakeBoth) -> None:
     both = kind(name)
