@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import pickle
 import random
 import sys
@@ -152,6 +153,8 @@ class WeightGuard:
         self._module = weakref.ref(module) if module is not None else lambda: None
         self._backend = backend
         self.version = 0
+        self.opaque: str | None = None
+        """Why the watch cannot be kept, in words: a weight hides what it is made of."""
         self._take_stock()
 
     @property
@@ -184,9 +187,11 @@ class WeightGuard:
         self._families = [m._modules for m in modules if m._modules]
         self._owners: list[dict[str, Any]] = []
         self._names: list[str] = []
+        self._subclasses: list[tuple[dict[str, Any], str, Callable[[Any], Any], int]] = []
+        self.opaque = None
         self.storages: set[int] = set()
         self._deaths: list[Any] = []
-        self._watches: list[weakref.ref[torch.UntypedStorage]] = []
+        self._watches: list[Any] = []
         for m in modules:
             for owner in (m._parameters, m._buffers):
                 for name, tensor in owner.items():
@@ -194,28 +199,86 @@ class WeightGuard:
         self._stock = self._take()
 
     def _watch(self, owner: dict[str, Any], name: str, tensor: Any) -> None:
-        if hasattr(tensor, "__tensor_flatten__") and type(tensor) not in self._backend.tensor_types:
-            for inner in tensor.__tensor_flatten__()[0]:
-                self._watch(tensor.__dict__, inner, getattr(tensor, inner))
+        plain = tensor is None or type(tensor) in self._backend.tensor_types
+        if plain or not hasattr(tensor, "__tensor_flatten__"):
+            self._owners.append(owner)
+            self._names.append(name)
+            self._watch_memory(tensor)
+        if not plain:
+            self._look_inside(owner, name, tensor)
+
+    def _look_inside(self, owner: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
+        """Watches what a subclass holds, by the way from the module: replaced ones may live on."""
+        inner = _inner_tensors(tensor)
+        plain = {way for way, x in inner.items() if type(x) in self._backend.tensor_types}
+        own = [f"{way}.__dict__".lstrip(".") for way in inner if way not in plain]
+        watched = [way for way, x in inner.items() if way and not hasattr(x, "__tensor_flatten__")]
+        look = operator.attrgetter("__class__", *own, *watched)
+        self._subclasses.append((owner, name, look, len(own)))
+        for way in watched:
+            self._watch_memory(inner[way])
+        for x in (x for way, x in inner.items() if way not in plain):
+            self._keep_apart([y for y in [*vars(x).values()] if not isinstance(y, torch.Tensor)])
+
+    def _keep_apart(self, settings: list[Any]) -> None:
+        """Nothing new may take the identity of one: they are kept, or tell of their death."""
+        for setting in settings:
+            try:
+                self._watches.append(weakref.ref(setting, self._deaths.append))
+            except TypeError:  # a number, a list
+                self._watches.append(setting)
+
+    def _watch_memory(self, tensor: torch.Tensor | None) -> None:
+        if tensor is None or tensor.device.type != self._backend.device_type:
             return
-        if tensor is not None and tensor.device.type == self._backend.device_type:
-            storage = self._backend.storage(tensor)
-            self.storages.add(storage.data_ptr())
-            self._watches.append(weakref.ref(storage, self._deaths.append))
-        self._owners.append(owner)
-        self._names.append(name)
+        if tensor.numel() and not self._backend.address(tensor):
+            self.opaque = f"a weight is a {type(tensor).__name__}, which hides what it wraps"
+            return
+        storage = self._backend.storage(tensor)
+        self.storages.add(storage.data_ptr())
+        self._watches.append(weakref.ref(storage, self._deaths.append))
 
     def _take(self) -> tuple[Any, ...]:
-        watched = map(dict.get, self._owners, self._names)
-        tensors: list[torch.Tensor] = [x for x in watched if x is not None]
-        return (
-            list(map(len, self._boxes)),
-            [tuple(map(id, children.values())) for children in self._families],
-            list(map(self._backend.address, tensors)),
-            list(map(torch.Tensor.size, tensors)),
-            list(map(torch.Tensor.stride, tensors)),
-            [x.dtype for x in tensors],
-        )
+        with torch._C.DisableTorchFunctionSubclass():  # GGUF's answer all questions in Python
+            inside, settings = self._insides()
+            watched = (*map(dict.get, self._owners, self._names), *inside)
+            tensors: list[torch.Tensor] = [x for x in watched if x is not None]
+            return (
+                list(map(len, self._boxes)),
+                [tuple(map(id, children.values())) for children in self._families],
+                list(map(self._backend.address, tensors)),
+                list(map(torch.Tensor.size, tensors)),
+                list(map(torch.Tensor.stride, tensors)),
+                [x.dtype for x in tensors],
+                settings,
+            )
+
+    def _insides(self) -> tuple[list[Any], list[Any]]:
+        """The tensors in subclasses, and what else these carry (a block size, say) by identity."""
+        inside: list[Any] = []
+        settings: list[Any] = []
+        for owner, name, look, count in self._subclasses:
+            try:
+                kind, *found = look(owner.get(name))
+            except AttributeError:  # something else has taken its place
+                kind, found = None, []
+            settings += [kind, *(tuple(map(id, own.values())) for own in found[:count])]
+            inside += found[count:]
+        return inside, settings
+
+
+def _inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A subclass, and the tensors in it and in these, each once, by the dotted way there."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    ahead: list[tuple[str, Any]] = [("", tensor)]
+    while ahead:
+        way, x = ahead.pop()
+        if isinstance(x, torch.Tensor) and id(x) not in found:
+            found[id(x)] = way, x
+            names = x.__tensor_flatten__()[0] if hasattr(x, "__tensor_flatten__") else ()
+            inner = [(name, getattr(x, name)) for name in {*names, *vars(x)}]
+            ahead += [(f"{way}.{name}".lstrip("."), y) for name, y in inner]
+    return dict(found.values())
 
 
 def all_modules(module: nn.Module) -> list[nn.Module]:

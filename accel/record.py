@@ -186,7 +186,8 @@ class OpRecorder(TorchDispatchMode):
         known, address = self._known, self._address
         for x in args:
             kind = type(x)
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
+            # Some subclasses (GGUF's) are tensors like any other and come by here.
+            if kind is torch.Tensor or isinstance(x, torch.Tensor):
                 if address(x) not in known and self._is_host(x):
                     host = True
                 else:

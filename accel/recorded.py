@@ -160,6 +160,8 @@ class Results:
         groups: dict[int, list[torch.Tensor]] = {}
         for x in leaves(result):
             if isinstance(x, torch.Tensor):
+                if type(x) not in backend.tensor_types:
+                    raise Refused(f"the call returns a {type(x).__name__}, not a plain tensor")
                 groups.setdefault(self._place(x), []).append(x)
                 if x.requires_grad and origins.get(self._place(x), OURS) == OURS:
                     raise Refused("the call returns a tensor that asks for gradients")

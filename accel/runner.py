@@ -373,7 +373,8 @@ class GraphRunner:
         undo, learned = self._remember(), (len(pool.unrecordable), pool.may_cut)
 
         def objection() -> str | None:
-            return "the forward changes its own state" if self._around() != state[1:] else None
+            changes = self._around() != state[1:]
+            return "the forward changes its own state" if changes else self._guard.opaque
 
         try:
             with _inside():

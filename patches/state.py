@@ -27,7 +27,7 @@ from accel.signature import identities
 
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 _REGISTRY = "_diffusers_hook"
-"""Where diffusers keeps a module's hooks. An empty one, which pipelines leave, is as good as none."""
+"""Where diffusers keeps a module's hooks. An empty one, left by a pipeline, is as good as none."""
 _TENSORS_AND_LAYERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = (
     "_forward_hooks",
@@ -38,6 +38,7 @@ _HOOKS = (
 _FACTS = ("the identity", "the class", "the forward", "the training flag", "the forward hooks")
 """What `_state_of` tells of a module before its attributes, in that order."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _COMMON = frozenset((bool, int, str, type(None)))
 _BOXES = (list, dict, set, tuple)
 _DEPTH = 4
@@ -288,7 +289,9 @@ def _value(x: Any, depth: int, kept: list[Any]) -> Any:
         return hooks
     kept.append(x)
     if isinstance(x, torch.Tensor):  # what lies on the host, Python may have read
-        return (id(x), x._version) if x.is_cpu and not x.is_inference() else id(x)
+        own = id(x), x._version if x.is_cpu and not x.is_inference() else 0
+        # Others (quantized tables) carry tensors and settings of their own.
+        return own if type(x) in _PLAIN_TENSORS else (own, _value(vars(x), depth, kept))
     if type(x).__name__ == "ndarray" and x.nbytes <= _SMALL_ARRAY:
         return id(x), x.tobytes()
     return id(x)

@@ -48,9 +48,6 @@ def test_an_argument(device: torch.device, runner: MakeRunner, kind: str, place:
     assert f"an argument is a {kind}, not a plain tensor" in watched.report.reasons
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a result of another class comes back plain, or its recording fails"
-)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_result(device: torch.device, runner: MakeRunner, kind: str) -> None:
     def forward(x: Tensor) -> Any:

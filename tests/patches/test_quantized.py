@@ -173,12 +173,7 @@ def inner(weight: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("method", [m for m in METHODS if "bits" not in m], indirect=True)
 @pytest.mark.parametrize("keeps_the_old", [False, True])
-def test_weights_replaced(
-    request: pytest.FixtureRequest, pair: MakePair, method: str, keeps_the_old: bool
-) -> None:
-    if method.startswith("torchao"):
-        reason = "the guard watches what a wrapper held once, not what the module has now"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_weights_replaced(pair: MakePair, method: str, keeps_the_old: bool) -> None:
     both = quantized(pair, "sd15", method)
     before = both.picture(1)
     olds: list[Any] = []
