@@ -6,6 +6,8 @@ neither torch nor diffusers; `load_demo` does.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,8 +56,26 @@ def load_demo() -> DiffusionPipeline:
     import torch
     from diffusers import StableDiffusionPipeline
 
-    pipe = StableDiffusionPipeline.from_pretrained(
-        demo_folder(), dtype=torch.float32, local_files_only=True
-    )
+    with _quietly():
+        pipe = StableDiffusionPipeline.from_pretrained(
+            demo_folder(), dtype=torch.float32, local_files_only=True
+        )
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the libraries' bars, for files of twelve megabytes, and their remark that the
+    autoencoder is of another class than the pipeline's usual one."""
+    import diffusers
+    import transformers
+
+    with contextlib.ExitStack() as stack:
+        for logs in (diffusers.utils.logging, transformers.utils.logging):
+            stack.callback(logs.set_verbosity, logs.get_verbosity())
+            logs.set_verbosity_error()
+            if logs.is_progress_bar_enabled():
+                stack.callback(logs.enable_progress_bar)
+                logs.disable_progress_bar()
+        yield

@@ -24,3 +24,18 @@ def test_missing_weights_are_named_with_the_way_out(
     monkeypatch.setattr(demo, "__file__", str(tmp_path / "__init__.py"))
     with pytest.raises(FileNotFoundError, match=r"demo model is missing.*train_demo\.py"):
         demo.demo_folder()
+
+
+def test_loading_says_nothing_and_leaves_the_libraries_talkative() -> None:
+    program = (
+        "import diffusers, transformers\n"
+        "from accel.pipelines.demo import load_demo\n"
+        "load_demo()\n"
+        "for library in (diffusers, transformers):\n"
+        "    assert library.utils.logging.is_progress_bar_enabled()\n"
+        "    assert library.utils.logging.get_verbosity() == 30\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "Loading" not in done.stderr
+    assert "Expected types" not in done.stderr
