@@ -70,6 +70,8 @@ class Refused(Uncapturable):
 
     def __init__(self, reason: str, passing: bool = False) -> None:
         super().__init__(reason)
+        if (recording := current_recording()) is not None:
+            recording.refusal = self  # the forward may catch it, and go on
         self.passing = passing
         """Whether it may have been another thread's doing, and a later call is worth a try."""
 
@@ -254,6 +256,8 @@ class Recording:
         self.held = Held()
         self.effect: str | None = None
         """The first thing that a replay could not take back; no guard may follow it."""
+        self.refusal: Refused | None = None
+        """Why no replay could be right, once that is known."""
         self._made: list[torch.UntypedStorage] = []
         self.paused = self._was_cut = False
         self._undo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -402,6 +406,8 @@ def capture(
             recording.open()
             with watched(recording) if automatic else contextlib.nullcontext():
                 yield recording
+            if recording.refusal is not None:
+                raise recording.refusal
             recording.close()
         except BaseException:
             recording.abort()

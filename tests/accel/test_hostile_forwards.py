@@ -244,3 +244,19 @@ def test_a_breaks_result_may_be_written(twin: MakeTwin) -> None:
     for seed in (1, 1, 1, 1):
         both(seed)
     assert (both.report.captures, both.report.replays, both.report.declined) == (1, 2, None)
+
+
+def catches_what_it_can(x: Tensor) -> Tensor:
+    try:
+        noise = torch.rand(x.shape[-1]).to(x.device)
+    except Exception:
+        noise = torch.zeros(x.shape[-1], device=x.device)
+    return x + noise
+
+
+def test_a_forward_that_catches_a_refusal_is_refused_all_the_same(twin: MakeTwin) -> None:
+    both = twin(lambda: catches_what_it_can)
+    for seed in range(5):
+        both(seed)
+    assert both.report.captures == 0
+    assert both.report.declined == "the forward draws random numbers on the host"
