@@ -74,6 +74,11 @@ class Patched:
         return list(self.named_parts.values())
 
     @property
+    def had_parts(self) -> bool:
+        """Whether anything was patched, even if nothing is left of it."""
+        return bool(self._targets)
+
+    @property
     def pools(self) -> list[Pool]:
         """The pools that the parts record into: those of a shared part may be another's."""
         return _pools(part.options for part in self.parts)

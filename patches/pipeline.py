@@ -75,6 +75,13 @@ def unpatch(obj: T) -> T:
     return obj
 
 
+_NO_DEVICE = "no CUDA device: everything runs eagerly"
+_GONE = (
+    "a hook older than the patch was removed, and took the patch off the module with it: "
+    "call accel.patch() again"
+)
+
+
 def report(obj: Any) -> Report:
     """What was captured, replayed, broken and declined on a patched object, and why.
 
@@ -90,7 +97,7 @@ def report(obj: Any) -> Report:
             f"this {type(obj).__name__} is not patched: call accel.patch() on it first"
         )
     pools, parts = patched.pools, patched.named_parts.items()
-    inactive = None if parts else "no CUDA device: everything runs eagerly"
+    inactive = None if parts else _GONE if patched.had_parts else _NO_DEVICE
     limits = [pool.limit for pool in pools if pool.limit is not None]
     return Report(
         [_named(name, part.report) for name, part in parts],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 OPEN = {
-    "test_a_module",
     "test_a_setting_made_by_another_thread_survives",
     "test_another_thread_draws_host_numbers",
     "test_another_threads_numbers_are_not_drawn_twice",
