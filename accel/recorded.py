@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from accel.backend import Backend
-from accel.graph import ARGUMENT, OURS, WEIGHT, Break, BreakableGraph, Refused, capture
+from accel.breaks import Break
+from accel.graph import ARGUMENT, OURS, WEIGHT, BreakableGraph, Refused, capture
 from accel.guard import Generators, WeightGuard
 from accel.memory import Pool
 from accel.reporting import GraphReport

@@ -20,7 +20,8 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from accel.graph import GuardMiss, as_break
+from accel.breaks import GuardMiss
+from accel.graph import as_break
 from accel.guard import Ambient, WeightGuard
 from accel.memory import Pool
 from accel.recorded import Recorded

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accel.graph import Break
+from accel.breaks import Break
 from accel.recorded import Recorded
 from figures.canvas import (
     BREAK,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from accel.graph import Break, BreakableGraph
+from accel.breaks import Break
+from accel.graph import BreakableGraph
 from figures.canvas import (
     ALARM,
     BREAK,

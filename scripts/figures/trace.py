@@ -16,7 +16,8 @@ from unittest import mock
 import torch
 
 import figures  # noqa: F401  makes tests/ importable
-from accel.graph import Break, BreakableGraph, GuardMiss
+from accel.breaks import Break, GuardMiss
+from accel.graph import BreakableGraph
 from tests.simulated.device import card
 from tests.simulated.segment import SimulatedSegment
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from accel.backend import backend_for
-from accel.graph import Break, BreakableGraph, capture, eager_on_graph
+from accel.breaks import Break
+from accel.graph import BreakableGraph, capture, eager_on_graph
 from accel.guard import Held, WeightGuard
 from accel.memory import Pool
 from accel.record import OpRecorder

@@ -110,6 +110,7 @@ def unaware_of_arguments(note: Any) -> Any:
         except Refused as refused:
             if "changes an argument" not in str(refused):
                 raise
+            self._recording.refusal = None
 
     return note_writes
 

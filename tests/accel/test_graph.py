@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel.breaks import GuardMiss
 from accel.graph import (
     BreakableGraph,
-    GuardMiss,
     Refused,
     break_graph,
     capture,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from accel.backend import backend_for
-from accel.graph import BreakableGraph, GuardMiss, Refused, capture
+from accel.breaks import GuardMiss
+from accel.graph import BreakableGraph, Refused, capture
 from accel.memory import Pool
 from accel.pipelines.tiny import FAMILIES
 from accel.record import Rule, _rule_for

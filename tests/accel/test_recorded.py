@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.graph import GuardMiss, Refused, eager_on_graph
+from accel.breaks import GuardMiss
+from accel.graph import Refused, eager_on_graph
 from accel.guard import WeightGuard
 from accel.memory import Pool
 from accel.recorded import Recorded

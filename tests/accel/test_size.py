@@ -13,6 +13,7 @@ import accel
 
 ENGINE = [
     "graph",
+    "breaks",
     "backend",
     "record",
     "recorded",
