@@ -159,8 +159,7 @@ class Backend:
 
     def on_out_of_memory(self, call: Callable[..., None]) -> None:
         """Has `call` run whenever an allocation fails, in anyone's code, until the process ends."""
-        attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009
-        attach(call)
+        torch._C._cuda_attach_out_of_memory_observer(call)  # type: ignore[attr-defined]
 
     def warm_libraries(self, device: torch.device) -> None:
         """Makes the math libraries' handles for the current stream: no recording can. (cuDNN makes

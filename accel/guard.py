@@ -48,7 +48,7 @@ def _readers() -> list[Callable[[], Any]]:
     """Those that this version of torch has, and its float32 precisions by operation."""
     precision = torch._C._get_fp32_precision_getter
     fill = functools.partial(getattr, torch.utils.deterministic, "fill_uninitialized_memory")
-    known = [getattr(torch._C, name, fill) for name in _KERNEL_CHOICES]
+    known = [getattr(torch._C, name) for name in _KERNEL_CHOICES if hasattr(torch._C, name)]
     layers = [functools.partial(precision, "cuda", layer) for layer in ("conv", "rnn")]
     return [*known, *layers, _matmul_precision, fill]
 

@@ -13,11 +13,9 @@ device around each forward; "in a row" queues forwards as a denoise loop does an
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +23,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from result_file import write
 
 import accel
 from accel.pipelines import zoo
-from accel.pipelines.machine import nvidia_driver, processor
-from accel.pipelines.versions import made_with
 
 REPEATS, ROW = 15, 10
 SLOW_REPEATS, SLOW_ROW = 5, 3
@@ -172,17 +169,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         print(json.dumps(rows[-1], indent=1), flush=True)
-    document = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "driver": nvidia_driver(),
-        "processor": processor(),
-        "versions": made_with(),
-        "unit": "ms",
-        "rows": rows,
-    }
-    options.output.write_text(json.dumps(document, indent=1) + "\n")
+    write(options.output, torch.device("cuda:0"), {"unit": "ms", "rows": rows})
 
 
 if __name__ == "__main__":

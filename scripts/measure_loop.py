@@ -12,10 +12,8 @@ Pictures of all three are compared byte for byte.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,12 @@ import diffusers
 import numpy as np
 import torch
 from measure_forward import denoiser_call, in_a_row
+from result_file import write
 
 import accel
 from accel.patches.schedulers import install, take_off
 from accel.pipelines import zoo
-from accel.pipelines.machine import nvidia_driver, processor
 from accel.pipelines.twin import twin
-from accel.pipelines.versions import made_with
 
 SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Euler": ("EulerDiscreteScheduler", {}),
@@ -137,21 +134,8 @@ def main() -> None:
         except Exception as error:
             rows.append({"scheduler": name, "error": f"{type(error).__name__}: {error}"})
         print(json.dumps(rows[-1]), flush=True)
-        _write(options.output, rows)
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    document = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "driver": nvidia_driver(),
-        "processor": processor(),
-        "versions": made_with(),
-        "model": "SDXL, random weights, 512 x 512, 30 steps",
-        "rows": rows,
-    }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+        facts = {"model": "SDXL, random weights, 512 x 512, 30 steps", "rows": rows}
+        write(options.output, torch.device("cuda:0"), facts)
 
 
 if __name__ == "__main__":

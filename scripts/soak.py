@@ -4,10 +4,10 @@
 
 A round is a state (LoRA, scheduler, weights, patch options). Its eager pictures are drawn first, by
 unpatched twins in the same state; then all threads draw the same pictures, in any order and mixed
-sizes, through patched pipelines over the same modules, each thread with a pipeline and scheduler of
-its own, as servers do. Between rounds, when no thread draws, the state changes. The memory limit
-is so small that graphs are evicted. Memory is noted after each round: once every state has come by
-it must not grow. Ends after `--calls`, or `--seconds`, and exits with 1 if anything was wrong.
+sizes, through patched pipelines over the same modules, each thread with a pipeline, scheduler and
+tokenizer of its own, as servers do. Between rounds, when no thread draws, the state changes. The
+memory limit is so small that graphs are evicted. Memory is noted after each round: once every state
+has come by it must not grow. Ends after `--calls`, or `--seconds`, and exits with 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ import argparse
 import concurrent.futures
 import copy
 import dataclasses
-import datetime
 import gc
 import itertools
-import json
 import random
 import sys
 import time
@@ -32,12 +30,11 @@ import diffusers
 import numpy as np
 import torch
 from peft import LoraConfig
+from result_file import as_text
 
 import accel
 from accel.backend import backend_for
 from accel.pipelines import tiny
-from accel.pipelines.machine import device_name, nvidia_driver, processor
-from accel.pipelines.versions import made_with
 
 MODELS = ("sd15", "zimage", "flux")
 SIZES = ((64, 64), (64, 96), (96, 64))
@@ -182,8 +179,10 @@ class Soak:
 
 
 def _over(shared: Any) -> Any:
-    """A pipeline over the same modules."""
-    pipe = type(shared)(**shared.components)
+    """A pipeline over the same modules. Tokenizers are its own: shared by threads they pad prompts
+    to each other's lengths, in plain diffusers too."""
+    own = {name: copy.deepcopy(x) for name, x in shared.components.items() if "tokenizer" in name}
+    pipe = type(shared)(**shared.components | own)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -240,19 +239,10 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     result = soak(device, options.calls, options.threads, options.seconds)
-    document = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "device": device_name(device),
-        "driver": nvidia_driver(),
-        "processor": processor(),
-        "versions": made_with(),
-        **result,
-    }
-    text = json.dumps(document, indent=1)
+    text = as_text(device, result)
     print(text)
     if options.output is not None:
-        options.output.write_text(text + "\n")
+        options.output.write_text(text)
     sys.exit(bool(result["wrong"]) or not result["memory flat"] or result["calls"] < options.calls)
 
 
