@@ -7,7 +7,8 @@ unpatched twins in the same state; then all threads draw the same pictures, in a
 sizes, through patched pipelines over the same modules, each thread with a pipeline, scheduler and
 tokenizer of its own, as servers do. Between rounds, when no thread draws, the state changes. The
 memory limit is so small that graphs are evicted. Memory is noted after each round: once every state
-has come by it must not grow. Ends after `--calls`, or `--seconds`, and exits with 1 if anything was wrong.
+has come by it must not grow. Ends after `--calls`, or `--seconds`, and exits with 1 if anything was
+wrong.
 """
 
 from __future__ import annotations
