@@ -51,7 +51,7 @@ class Model:
     @cached_property
     def index(self) -> dict[str, Any]:
         """The pipeline's index: its class and what each component is."""
-        return _read_json(self.folder / INDEXES[1 if self.modular else 0])
+        return read_json(self.folder / INDEXES[1 if self.modular else 0])
 
     @cached_property
     def components(self) -> dict[str, tuple[str, str]]:
@@ -147,9 +147,9 @@ def _hub_folder(name: str, trust: Trust, unreachable: str | None) -> Path:
         return _downloaded(name, trust, offline=unreachable is not None)
     except Exception as error:  # the hub, its client and diffusers raise a dozen types
         if "safetensors" in str(error) and not trust.pickle:
-            raise BadInput(_pickle_line(name, "no safetensors weights on the hub")) from error
+            raise BadInput(pickle_line(name, "no safetensors weights on the hub")) from error
         if "trust_remote_code" in str(error):
-            raise BadInput(_code_line(name, "its repository says so")) from error
+            raise BadInput(code_line(name, "its repository says so")) from error
         if unreachable is not None:
             raise hub.missing(name, "--model", unreachable) from error
         raise BadInput(
@@ -191,13 +191,13 @@ def _refuse_what_is_no_pipeline(model: Model) -> None:
 
 def _refuse_code(model: Model) -> None:
     if isinstance(model.index["_class_name"], list):
-        raise BadInput(_code_line(model.name, "the pipeline's class is its own"))
+        raise BadInput(code_line(model.name, "the pipeline's class is its own"))
     for name, (library, kind) in model.components.items():
         if (model.folder / name / f"{library}.py").is_file():
-            raise BadInput(_code_line(model.name, f"{name} is defined in {name}/{library}.py"))
+            raise BadInput(code_line(model.name, f"{name} is defined in {name}/{library}.py"))
         config = model.folder / name / "config.json"
-        if kind.startswith("Auto") and config.is_file() and "auto_map" in _read_json(config):
-            raise BadInput(_code_line(model.name, f"{name} names code in {name}/config.json"))
+        if kind.startswith("Auto") and config.is_file() and "auto_map" in read_json(config):
+            raise BadInput(code_line(model.name, f"{name} names code in {name}/config.json"))
 
 
 def _refuse_pickle(model: Model) -> None:
@@ -205,28 +205,31 @@ def _refuse_pickle(model: Model) -> None:
         files = [path.name for path in (model.folder / name).glob("*") if path.is_file()]
         pickles = [file for file in files if file.endswith(PICKLES) and _is_weight(file)]
         if pickles and not any(file.endswith(".safetensors") for file in files):
-            raise BadInput(_pickle_line(model.name, f"{name}/{sorted(pickles)[0]}"))
+            raise BadInput(pickle_line(model.name, f"{name}/{sorted(pickles)[0]}"))
 
 
 def _is_weight(file: str) -> bool:
     return not file.startswith(("training_args", "optimizer", "scheduler", "rng_state"))
 
 
-def _pickle_line(name: str, where: str) -> str:
+def pickle_line(name: str, where: str) -> str:
+    """Why a model whose weights (`where`) need pickle is not loaded, and what allows it."""
     return (
         f"{name} needs pickle ({where}): loading it runs any code it holds; "
         "take safetensors weights, or allow it with --trust-pickle"
     )
 
 
-def _code_line(name: str, where: str) -> str:
+def code_line(name: str, where: str) -> str:
+    """Why a model that brings code along (`where`) is not loaded, and what allows it."""
     return (
         f"{name} needs code of its own ({where}): read that code, "
         "then allow it with --trust-remote-code"
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The file's content. Raises `BadInput` for what is no JSON."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -22,13 +22,13 @@ def print_bench(result: dict[str, Any]) -> None:
     table.add_row("set-up", "", f"{patched['setup_s']:.3f} s")
     table.add_row("peak memory", _gib(eager["peak_bytes"]), _gib(patched["peak_bytes"]))
     table.add_row("reserved memory", _gib(eager["reserved_bytes"]), _gib(patched["reserved_bytes"]))
-    console = _console()
-    _say(console, title(result))  # a title of the table's would be broken at its width
+    console = new_console()
+    say(console, title(result))  # a title of the table's would be broken at its width
     console.print(table)
-    _say(console, f"eager / patched: {result['ratio']:.2f}")
-    _say(console, _equality(result))
+    say(console, f"eager / patched: {result['ratio']:.2f}")
+    say(console, _equality(result))
     if result["inactive"] is not None:
-        _say(console, f"nothing was accelerated: {result['inactive']}")
+        say(console, f"nothing was accelerated: {result['inactive']}")
 
 
 def _equality(result: dict[str, Any]) -> str:
@@ -49,19 +49,19 @@ def print_check(result: dict[str, Any]) -> None:
     for check in result["checks"]:
         latents, pictures = words[check["latents_equal"]], words[check["pictures_equal"]]
         table.add_row(check["run"], latents, pictures, f"{check['pixel_variance']:.1f}")
-    console = _console()
+    console = new_console()
     console.print(table)
     for note in result["calls"]["notes"]:
-        _say(console, f"call by call: {note}")
-    _say(console, result["verdict"])
+        say(console, f"call by call: {note}")
+    say(console, result["verdict"])
 
 
 def print_explanation(result: dict[str, Any]) -> None:
     """Draws what `explaining.explain` returned: a row a part, then every break and every reason."""
     report = result["report"]
-    console = _console()
+    console = new_console()
     if report["inactive"] is not None:
-        _say(console, f"nothing is accelerated: {report['inactive']}")
+        say(console, f"nothing is accelerated: {report['inactive']}")
     if not report["parts"]:
         return
     table = Table("part", Column("class", overflow="fold"))
@@ -72,8 +72,8 @@ def print_explanation(result: dict[str, Any]) -> None:
     console.print(table)
     for part in report["parts"]:
         for line in dict.fromkeys(_remarks(part)):
-            _say(console, f"{part['name']}: {line}")
-    _say(console, f"memory of the graphs: {_gib(report['pool_bytes'])}")
+            say(console, f"{part['name']}: {line}")
+    say(console, f"memory of the graphs: {_gib(report['pool_bytes'])}")
 
 
 def _row(part: dict[str, Any]) -> list[str]:
@@ -106,20 +106,20 @@ def print_doctor(findings: list[Finding]) -> None:
     table = Table("what", "found")
     for finding in findings:
         table.add_row(finding.name, finding.value)
-    console = _console()
+    console = new_console()
     console.print(table)
     for finding in findings:
         if finding.warning is not None:
-            _say(console, f"warning: {finding.name}: {finding.warning}")
+            say(console, f"warning: {finding.name}: {finding.warning}")
 
 
-def _console() -> Console:
+def new_console() -> Console:
     """Stdout as wide as the terminal; into a file or a pipe wide enough for every table."""
     console = Console()
     return console if console.is_terminal else Console(width=120)
 
 
-def _say(console: Console, line: str) -> None:
+def say(console: Console, line: str) -> None:
     """One line stays one line, brackets and numbers as they are: people grep in it."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -1,0 +1,153 @@
+"""Which folder a language model's name stands for, and whether that folder may be loaded.
+
+A name is `demo` (the built-in model), a folder, or a hub id. This module reads names,
+configurations and file lists; it loads no weights and runs no code of the model. What needs pickle
+or code of its own is refused here unless asked for, by the rules of `models`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from accel.pipelines import hub
+from accel.pipelines.errors import AccelError, BadInput, first_line
+from accel.pipelines.models import INDEXES, Trust, code_line, is_hub_id, pickle_line, read_json
+
+DEMO = "demo"
+CONFIG = "config.json"
+_READABLE = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+_WEIGHTS = ("*.bin", "*.pt", "*.pth")
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A causal LM's folder that may be loaded. `name` is what the person wrote."""
+
+    name: str
+    folder: Path
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The model's configuration, as written. Raises `BadInput` for what is none."""
+        content = read_json(self.folder / CONFIG)
+        if not isinstance(content, dict):
+            raise BadInput(f"{self.folder / CONFIG} is no configuration: it holds no object")
+        return content
+
+
+def resolve(name: str, trust: Trust | None = None) -> LanguageModel:
+    """The model that `name` stands for, downloaded if it is a hub id. Raises `BadInput` in one line
+    if there is none, if it is no causal LM, or if it needs what `trust` (default: nothing) does
+    not allow.
+
+    >>> resolve("./no/such/folder")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    accel.pipelines.errors.BadInput: --model ./no/such/folder: no such folder (a model is ...
+    """
+    trust = trust or Trust()
+    model = LanguageModel(name, _folder_of(name, trust))
+    _refuse_what_is_no_language_model(model)
+    if not trust.pickle:
+        _refuse_pickle(model)
+    _refuse_code_or_another_kind(model, trust)
+    return model
+
+
+def _folder_of(name: str, trust: Trust) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise BadInput(f"--model {name} is a file: give its folder, a hub id or {DEMO}")
+    if name == DEMO:
+        return _demo_folder()
+    if is_hub_id(name):
+        return _hub_folder(name, trust)
+    raise BadInput(
+        f"--model {name}: no such folder (a model is {DEMO}, a folder or a hub id, owner/name)"
+    )
+
+
+def _demo_folder() -> Path:
+    from accel.pipelines.demo_lm import demo_lm_folder
+
+    try:
+        return demo_lm_folder()
+    except FileNotFoundError as error:
+        raise BadInput(f"{first_line(error)}, or give a folder or hub id as --model") from error
+
+
+def _hub_folder(name: str, trust: Trust) -> Path:
+    """Downloads the files of a causal LM (or finds them in the hub's cache): its folder."""
+    unreachable = hub.unreachable(name, "--model")
+    hub.tell_cached(name, unreachable)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    try:
+        return _downloaded(name, trust, offline=unreachable is not None)
+    except AccelError:
+        raise
+    except Exception as error:  # the hub and its client raise a dozen types
+        if unreachable is not None:
+            raise hub.missing(name, "--model", unreachable) from error
+        raise BadInput(
+            f"--model {name}: the hub did not give that model: {first_line(error)}"
+        ) from error
+
+
+def _downloaded(name: str, trust: Trust, *, offline: bool) -> Path:
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    config = Path(hf_hub_download(name, CONFIG, local_files_only=offline))
+    # What is no causal LM is told before gigabytes come down.
+    _refuse_code_or_another_kind(LanguageModel(name, config.parent), trust)
+    wanted = (*_READABLE, *(_WEIGHTS if trust.pickle else ()), *(("*.py",) if trust.code else ()))
+    # Folders inside hold the same weights for other programs.
+    return Path(
+        snapshot_download(
+            name, allow_patterns=list(wanted), ignore_patterns=["*/*"], local_files_only=offline
+        )
+    )
+
+
+def _refuse_what_is_no_language_model(model: LanguageModel) -> None:
+    if any((model.folder / index).is_file() for index in INDEXES):
+        raise BadInput(
+            f"--model {model.name} is no causal LM but a diffusers pipeline: accel generate takes "
+            "it; prefill takes one of its parts by that part's folder"
+        )
+    if not (model.folder / CONFIG).is_file():
+        raise BadInput(f"--model {model.name} is no causal LM: it has no {CONFIG}")
+
+
+def _refuse_pickle(model: LanguageModel) -> None:
+    files = sorted(path.name for path in model.folder.iterdir() if path.is_file())
+    if any(file.endswith(".safetensors") for file in files):
+        return
+    pickles = [file for file in files if file.startswith("pytorch_model")]
+    if pickles:
+        raise BadInput(pickle_line(f"--model {model.name}", pickles[0]))
+    raise BadInput(f"--model {model.name}: there are no weights (*.safetensors) in that folder")
+
+
+def _refuse_code_or_another_kind(model: LanguageModel, trust: Trust) -> None:
+    """A kind that transformers knows is run by its own code, whatever code lies beside it."""
+    if _is_causal(model.config.get("model_type")):
+        return
+    if "AutoModelForCausalLM" in (model.config.get("auto_map") or {}):
+        if not trust.code:
+            raise BadInput(code_line(f"--model {model.name}", f"{CONFIG} names it"))
+        return
+    kind = model.config.get("model_type")
+    said = f"transformers has no causal LM of the kind {kind!r}" if kind else "it names no kind"
+    raise BadInput(f"--model {model.name} is no causal LM: {said} ({CONFIG}: model_type)")
+
+
+def _is_causal(kind: object) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

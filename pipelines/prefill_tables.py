@@ -1,0 +1,82 @@
+"""What `accel prefill` found, for people. Knows rich, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Table
+
+from accel.pipelines.tables import new_console, say
+
+SHOWN = 72
+"""Letters of a prompt that a heading shows."""
+
+
+def print_prefill(result: dict[str, Any]) -> None:
+    """Draws what `prefilling.fulfil` returned: the answers, then how long they took."""
+    console = new_console()
+    for answer in result["prompts"]:
+        say(console, f"{_shortened(answer['prompt'])} ({_count(answer['tokens'], 'token')})")
+        for line in _scores(answer) if "scores" in answer else _next(answer):
+            say(console, f"  {line}")
+    console.print(_times(result))
+    for line in _remarks(result):
+        say(console, line)
+
+
+def _shortened(prompt: str) -> str:
+    line = " ".join(prompt.split())
+    return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
+
+
+def _next(answer: dict[str, Any]) -> Iterator[str]:
+    for token in answer["next"]:
+        yield f"{token['log_probability']:8.3f}  {token['token']!r}"
+
+
+def _scores(answer: dict[str, Any]) -> Iterator[str]:
+    for token in answer["scores"]:
+        value = token["log_probability"]
+        yield f"{'-' if value is None else f'{value:.3f}':>8}  {token['token']!r}"
+    counted = _count(len(answer["scores"]) - 1, "token")
+    if answer["mean"] is None:
+        yield "sum 0: the first token has no probability, and there is no other"
+    else:
+        yield (
+            f"sum {answer['sum']:.3f}, mean {answer['mean']:.3f} over {counted}, "
+            f"perplexity {answer['perplexity']:.2f}"
+        )
+
+
+def _times(result: dict[str, Any]) -> Table:
+    table = Table("", "median", "tokens a second", "rounds")
+    table.add_row(result["what"], *_clock(result["prefill"]))
+    if result["own"] is not None:
+        table.add_row("the model's own forward", *_clock(result["own"]))
+    return table
+
+
+def _clock(side: dict[str, Any]) -> tuple[str, str, str]:
+    seconds = f"{side['median_s'] * 1e3:.2f} ms"
+    return seconds, f"{side['tokens_per_s']:,.0f}", str(len(side["seconds"]))
+
+
+def _remarks(result: dict[str, Any]) -> Iterator[str]:
+    texts = _count(len(result["prompts"]), "prompt")
+    yield (
+        f"{texts}, {_count(result['tokens'], 'token')}, {_count(result['batches'], 'batch', 'es')}; "
+        f"{result['model']}, {result['dtype']}, {result['device']}"
+    )
+    if result["own"] is not None:
+        gap = result["difference"]
+        same = gap.get("same_next_token")
+        most = "" if same is None else f"; same most likely token: {same} of {texts}"
+        yield (
+            f"own / prefill: {result['ratio']:.2f}; largest difference of a log-probability: "
+            f"{gap['largest_log_probability']:.2g}{most}"
+        )
+
+
+def _count(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
