@@ -17,7 +17,9 @@ from torch import nn
 
 from accel.backend import backend_for
 from accel.memory import Pool
+from accel.patches.caches import opened
 from accel.patches.forward import PatchedMethod
+from accel.patches.shims import shimmed
 from accel.patches.sizes import bytes_from
 from accel.patches.state import StateProbe
 from accel.reporting import PartReport
@@ -136,6 +138,7 @@ class Part:
         if self._unread_cache is not None and len(args) <= self._unread_cache:
             # A cache that nobody reads costs an upload a layer, and comes back as an opaque object.
             kwargs.setdefault("use_cache", False)
+        args, kwargs = opened(args, kwargs)
         result = runner(*args, **kwargs)
         self._after()  # while the device works
         return result
@@ -147,7 +150,7 @@ class Part:
         pool = self.options.pool(device)
         if self._runner is None or self._runner.pool is not pool:
             self._runner = GraphRunner(
-                original,
+                shimmed(original, self.module),
                 pool=pool,
                 name=self.name,
                 module=self.module,

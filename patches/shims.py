@@ -1,0 +1,192 @@
+"""Shims: a few forwards of diffusers recorded without breaks, with the same result bit for bit.
+
+A shim spares a recording breaks whose outcome Python knows beforehand. It is in place only while a
+call is recorded: eager calls run the plain classes, and nothing of it is left on a module. Nothing
+needs shims to be right, and each fits one text of the library's code only: where that reads
+otherwise, it stays away, and there are breaks. Knows these classes; how a recording is made it
+does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from accel.graph import current_recording
+from accel.patches import caches
+
+Forward = Callable[..., Any]
+
+
+def shimmed(forward: Forward, module: nn.Module) -> Forward:
+    """`forward` of `module`, for a runner to call: with shims in a recording, plain in eager calls.
+    Arguments are those of `accel.patches.caches.opened`.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> shimmed(layer.forward, layer)(torch.zeros(1, 2)).shape
+    torch.Size([1, 2])
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if current_recording() is None:
+            args, kwargs = caches.originals(args, kwargs)
+            return forward(*args, **kwargs)
+        call = caches.Reading(args, kwargs)
+        with _rows_assigned_without_break():
+            result = _shim_of(module)(module, forward, call.args, call.kwargs)
+        call.close()
+        return result
+
+    return run
+
+
+def _plainly(model: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _shim_of(module: nn.Module) -> Callable[[Any, Forward, Any, Any], Any]:
+    """What is to call the forward of a module. Compiled code is left alone: it would be compiled
+    anew for what stands in a function's place."""
+    shim = _SHIMS.get(type(module).__name__)
+    if shim is None or any(m._compiled_call_impl is not None for m in module.modules()):
+        return _plainly
+    return shim.run if _text(type(module), shim.of) == shim.text else _plainly
+
+
+class Shim(NamedTuple):
+    """What stands around the forward of a class while it is recorded, and the functions of its
+    file that it was written for, with the digest of their text."""
+
+    run: Callable[[Any, Forward, Any, Any], Any]
+    of: tuple[str, ...]
+    text: str
+
+
+@functools.cache
+def _text(kind: type, names: tuple[str, ...]) -> str:
+    """A digest of the text of functions in the file of a class; "" where they are not found."""
+    try:
+        file = sys.modules[kind.__module__]
+        found = [functools.reduce(getattr, name.split("."), file) for name in names]
+        text = "".join(map(inspect.getsource, found))  # type: ignore[arg-type]
+    except (AttributeError, KeyError, OSError, TypeError):
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _hidream(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
+    """The picture's size, put on the device and read back number by number at the end."""
+    patchify = model.patchify
+
+    def with_sizes_on_the_host(latents: Tensor) -> tuple[Any, ...]:
+        tokens, masks, _, ids = patchify(latents)
+        rows, columns = (size // model.config.patch_size for size in latents.shape[-2:])
+        return tokens, masks, [(rows, columns)] * len(latents), ids
+
+    with mock.patch.object(model, "patchify", with_sizes_on_the_host):
+        return forward(*args, **kwargs)
+
+
+def _omnigen(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
+    """Each call leaves a table behind that the next one computes anew: what this recording made
+    must not stay on the model."""
+    table = model.rope.inv_freq
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        model.rope.inv_freq = table
+
+
+def _nucleus(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
+    """Experts choose their tokens, so each gets as many as the others: nothing to ask about."""
+    with contextlib.ExitStack() as stack:
+        for layer in model.modules():
+            if type(layer).__name__ == "NucleusMoELayer" and not layer.experts.use_grouped_mm:
+                run = _evenly(layer.experts.forward, layer.num_experts)
+                stack.enter_context(mock.patch.object(layer.experts, "forward", run))
+        return forward(*args, **kwargs)
+
+
+def _evenly(experts: Forward, number: int) -> Forward:
+    def run(tokens: Tensor, counts: Tensor) -> Any:
+        share = len(tokens) // number
+        return experts(tokens, torch.full((number,), share, dtype=counts.dtype, device="cpu"))
+
+    return run
+
+
+def _glm_image(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
+    """`embedding[drop] *= 0.0`, written as a choice: the number of dropped tokens does not matter.
+    The forward gets nothing to drop."""
+    call = inspect.signature(forward).bind(*args, **kwargs)
+    drop, embed = call.arguments["prior_token_drop"], model.prior_token_embedding
+    plain = embed.forward
+
+    def dropped(tokens: Tensor) -> Tensor:
+        embedding = plain(tokens)
+        return torch.where(drop.unsqueeze(-1), embedding * 0.0, embedding)
+
+    call.arguments["prior_token_drop"] = slice(0, 0)
+    with mock.patch.object(embed, "forward", dropped):
+        return forward(*call.args, **call.kwargs)
+
+
+_SHIMS = {
+    "HiDreamImageTransformer2DModel": Shim(
+        _hidream,
+        (
+            "HiDreamImageTransformer2DModel.forward",
+            "HiDreamImageTransformer2DModel.patchify",
+            "HiDreamImageTransformer2DModel.unpatchify",
+        ),
+        "e8c64db1d1a9284e",
+    ),
+    "NucleusMoEImageTransformer2DModel": Shim(
+        _nucleus,
+        ("NucleusMoELayer.forward", "SwiGLUExperts._run_experts_for_loop"),
+        "3641b69daa35d223",
+    ),
+    "OmniGenTransformer2DModel": Shim(
+        _omnigen, ("OmniGenSuScaledRotaryEmbedding.forward",), "bd86ef9bbbd24d3d"
+    ),
+    "GlmImageTransformer2DModel": Shim(
+        _glm_image, ("GlmImageTransformer2DModel.forward",), "677ec91548a863fb"
+    ),
+}
+
+
+@contextlib.contextmanager
+def _rows_assigned_without_break() -> Iterator[None]:
+    """`x[mask] = row` written as a choice: how many rows the mask has does not matter."""
+    plain: Any = torch.Tensor.__setitem__
+
+    def assign(self: Tensor, index: Any, value: Any) -> None:
+        if current_recording() is not None and _is_row_for_all(self, index, value):
+            mask = index.reshape(*index.shape, *[1] * (self.dim() - index.dim()))
+            self.copy_(torch.where(mask, value, self))
+        else:
+            plain(self, index, value)
+
+    with mock.patch.object(torch.Tensor, "__setitem__", assign):
+        yield
+
+
+def _is_row_for_all(x: Tensor, index: Any, value: Any) -> bool:
+    """Whether `x[index] = value` gives all rows that a boolean mask names the same value."""
+    if not isinstance(index, Tensor) or index.dtype != torch.bool or not index.dim():
+        return False
+    if not isinstance(value, Tensor) or (value.dtype, value.device) != (x.dtype, x.device):
+        return False
+    if (index.device, index.shape) != (x.device, x.shape[: index.dim()]) or value.dim() > x.dim():
+        return False
+    row = (*[1] * index.dim(), *x.shape[index.dim() :])[x.dim() - value.dim() :]
+    return all(size in (1, own) for size, own in zip(value.shape, row, strict=True))
