@@ -6,6 +6,8 @@ This module knows transformers' loading calls. Which folder a name stands for is
 
 from __future__ import annotations
 
+import logging
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,15 @@ class Speaker:
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def quiet() -> None:
+    """Silences transformers' progress bars and advice; errors that it logs are also raised."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity(logging.CRITICAL)
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore")
 
 
 def load(model: LanguageModel, where: Placement, *, trust: Trust | None = None) -> Speaker:

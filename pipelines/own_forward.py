@@ -6,6 +6,7 @@ every text ends in the last column, with a mask where anything is padded. Logari
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor
 @torch.inference_mode()
 def last_logits(model: Any, ids: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """The logits behind every text's last token, `[texts, vocabulary]`."""
-    return _forward(model, ids, device, logits_to_keep=1)[:, -1]
+    known = inspect.signature(model.forward).parameters
+    options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+    return _forward(model, ids, device, **options)[:, -1]
 
 
 @torch.inference_mode()
