@@ -23,7 +23,8 @@ import torch
 class Segment:
     """A stretch of device work: recorded between `begin` and `end`, replayed at will.
 
-    One `torch.cuda.CUDAGraph`, in relaxed mode: constants are uploaded on a side stream.
+    One `torch.cuda.CUDAGraph`, in relaxed mode: constants are uploaded on a side stream. It holds
+    no random numbers: an op that draws some raises, and leaves the recording as it was.
 
     >>> x, pool = torch.ones(2, device=device), backend.new_pool()
     >>> segment, stream = backend.segment(pool), backend.new_stream(x.device)
@@ -43,8 +44,19 @@ class Segment:
         self._pool = pool
 
     def begin(self) -> None:
-        """Starts recording what the current stream is asked to do; nothing runs until `replay`."""
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+        """Starts recording what the current stream is asked to do; nothing runs until `replay`.
+
+        Torch ties the device's random generator to a recording, and no other thread may draw from
+        it until that ends: a spare is put in its place for the moment in which this happens.
+        """
+        device = torch.cuda.current_device()
+        generator = torch.cuda.default_generators[device]
+        state = generator.graphsafe_get_state()
+        generator.graphsafe_set_state(_spare_generator(threading.get_ident(), device))
+        try:
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+        finally:
+            generator.graphsafe_set_state(state)
 
     def end(self) -> None:
         """Closes the recording. Raises what the device reports if it could not record the work.
@@ -59,6 +71,13 @@ class Segment:
     def replay(self) -> None:
         """Runs the recorded work on the current stream."""
         self._graph.replay()
+
+
+@functools.lru_cache(maxsize=64)
+def _spare_generator(thread: int, device: int) -> torch.Generator:
+    spare = torch.Generator(f"cuda:{device}")
+    spare.seed()  # should another thread draw just then, then not what follows anyway
+    return spare
 
 
 class Backend:

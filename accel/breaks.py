@@ -83,7 +83,7 @@ class Break:
             if not on_device(x):
                 return x
             if id(x) not in kept:
-                kept[id(x)] = alias(x) if storage(x).data_ptr() in born else x
+                kept[id(x)] = alias(x) if storage(x).data_ptr() in born else _without_base(x)
             return kept[id(x)]
 
         self._args, self._kwargs = map_tree(keep, self._args), map_tree(keep, self._kwargs)
@@ -153,6 +153,12 @@ class Break:
         if self.guarded:
             backend = self._pool.backend
             backend.synchronize(backend.current_stream(self._pool.device))
+
+
+def _without_base(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or where it is a view another that keeps nothing but the memory: the tensor that `x` is
+    a view of would be taken for one that the model keeps."""
+    return x if x._base is None else laid_out(x, x.untyped_storage(), x.storage_offset())
 
 
 def on_device(x: Any) -> bool:

@@ -225,6 +225,8 @@ class OpRecorder(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except RuntimeError as error:
+            if "generator not in capture mode" in str(error):  # it draws: no harm was done
+                return self._recording.run_break(func, args, kwargs, pure=True)
             if "captur" in str(error):
                 self._pool.unrecordable.add(func)
             raise
@@ -258,8 +260,9 @@ class OpRecorder(TorchDispatchMode):
 
     def _uploaded(self, func: Any, x: Any) -> Any:
         """Host tensors among device tensors: an op would copy them itself. Those of no dimension
-        are left alone, but in a copy: they are read when the op is launched."""
-        bakes = isinstance(x, torch.Tensor) and x.is_cpu and (x.dim() > 0 or func in _COPIES)
+        are read when it is launched and left alone, but where they are copied too."""
+        copies = func in _COPIES or getattr(func, "overloadpacket", None) in _INDEXING
+        bakes = isinstance(x, torch.Tensor) and x.is_cpu and (x.dim() > 0 or copies)
         return self._constant(x.to, self._pool.device) if bakes else x
 
     def _constant(self, upload: Callable[..., torch.Tensor], *args: Any, **kw: Any) -> torch.Tensor:
@@ -284,6 +287,15 @@ class OpRecorder(TorchDispatchMode):
                     self._recording.note_effect(x, f"{func} has written {origin}")
 
 
+def _hide_from_compiler(handler: Any) -> None:
+    """What compiles under the handler leaves it and all that it calls alone. (Torch's own way, a
+    wrapper, costs microseconds an op.)"""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(handler.__code__, skip)
+
+
+_hide_from_compiler(OpRecorder.__torch_dispatch__)
 _alone = threading.RLock()
 
 

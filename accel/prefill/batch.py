@@ -103,6 +103,12 @@ class Buffers:
     slots: torch.Tensor | None = None
     kv_rows: torch.Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Device memory, in bytes."""
+        held = (self.rows, self.slots, self.kv_rows)
+        return sum(x.nbytes for x in held if x is not None)
+
     @classmethod
     def new(
         cls, bucket: int, device: torch.device, slots: int = 0, pages: int = 0, kv_bound: int = 0

@@ -128,26 +128,27 @@ class TestMemoryRunsOut:
         assert watched(x).tolist() == [2.0] * 4
         assert watched.report.captures == 2
 
+    @pytest.mark.parametrize("device", ["sim"], indirect=True)  # whose memory can be made small
     def test_in_an_eager_call_of_a_watched_module_that_then_goes_on(
-        self, sim: torch.device, backend: Any, pool: Pool, runner: Callable[..., GraphRunner]
+        self, device: torch.device, backend: Any, pool: Pool, runner: Callable[..., GraphRunner]
     ) -> None:
         small = runner(lambda x: (x * 2 + 1) * 3)
         for _ in range(3):
-            small(torch.ones(1 << 20, device=sim))
+            small(torch.ones(1 << 20, device=device))
         calls = []
 
         def large(x: torch.Tensor) -> torch.Tensor:
-            calls.append(torch.rand(1, device=sim).item())
-            return torch.empty(6 << 20, dtype=torch.uint8, device=sim) if x is not None else x
+            calls.append(torch.rand(1, device=device).item())
+            return torch.empty(6 << 20, dtype=torch.uint8, device=device) if x is not None else x
 
-        watched, x = runner(large), torch.ones(4, device=sim)
+        watched, x = runner(large), torch.ones(4, device=device)
         gc.collect()
         backend.empty_cache()
-        backend.set_total_memory(backend.reserved_bytes(sim) + (4 << 20))
-        state = backend.rng_state(sim)
+        backend.set_total_memory(backend.reserved_bytes(device) + (4 << 20))
+        state = backend.rng_state(device)
         assert watched(x).shape == (6 << 20,)
         assert calls[0] == calls[1]
-        assert not torch.equal(backend.rng_state(sim), state)
+        assert not torch.equal(backend.rng_state(device), state)
         assert not any(entry.variants for entry in small.entries.values())
 
     def test_and_without_graphs_the_error_is_the_users(

@@ -34,6 +34,12 @@ def record(function: Callable[..., Any], *args: Any) -> tuple[BreakableGraph, An
     return graph, result
 
 
+def _set_one(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[x[:, 0].long() * 0] = 7
+    return x
+
+
 WHOLE: dict[str, Callable[[Tensor], Any]] = {
     "products": lambda x: x @ x.t(),
     "a scalar from Python": lambda x: x * 2.5 + 1,
@@ -41,12 +47,13 @@ WHOLE: dict[str, Callable[[Tensor], Any]] = {
     "an uploaded list": lambda x: x + torch.tensor([1.0, 2.0, 3.0], device=x.device),
     "an uploaded table": lambda x: x + torch.arange(3.0).to(x.device),
     "a new tensor": lambda x: x + x.new_tensor([1.0, 2.0, 3.0]),
+    "a host scalar put in": lambda x: x.clone().index_put_((torch.tensor([1]),), torch.tensor(2.0)),
+    "a host scalar set": _set_one,
     "host indices": lambda x: x[torch.tensor([1, 0])],
     "a list of indices": lambda x: x[[1, 0]],
     "device indices": lambda x: x[(x[:, 0] * 0).long()],
     "a mask that fills": lambda x: x.masked_fill(x > 2, 0.0),
     "where": lambda x: torch.where(x > 2, x, -x),
-    "random numbers": lambda x: x + torch.rand_like(x),
     "views": lambda x: x.t().reshape(-1)[1:4].unsqueeze(0).expand(2, 3),
     "copies between device tensors": lambda x: torch.empty_like(x).copy_(x),
     "a host computation on constants": lambda x: x * (torch.tensor([2.0]) + 1).item(),
@@ -83,6 +90,29 @@ def test_it_breaks_at(name: str, x: Tensor) -> None:
     assert_same(result, expected)
     graph.replay()
     assert_same(result, expected)
+
+
+DRAWN: dict[str, Callable[[Tensor], Any]] = {
+    "random numbers": lambda x: x + torch.rand_like(x),
+    "dropout": lambda x: torch.nn.functional.dropout(x * 2),
+    "numbers drawn in place": lambda x: x.clone().uniform_(1, 2),
+    "numbers drawn into an argument": lambda x: x.normal_() * 2,
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_random_numbers_are_drawn_anew_where_the_eager_call_would(name: str, x: Tensor) -> None:
+    torch.manual_seed(2)
+    expected = [DRAWN[name](x.clone()) for _ in range(4)]
+    torch.manual_seed(2)
+    graph, result = record(DRAWN[name], x)
+    assert [b.kind for b in graph.breaks] == ["automatic"]
+    assert_same(result, expected[0])
+    graph.replay()
+    assert_same(result, expected[1])
+    assert_same(DRAWN[name](x.clone()), expected[2])
+    graph.replay()
+    assert_same(result, expected[3])
 
 
 def test_a_value_that_came_to_the_host_is_guarded(x: Tensor) -> None:

@@ -155,3 +155,11 @@ def test_a_view_that_a_break_returns_is_still_a_view(twin: MakeTwin) -> None:
     both = twin(lambda: forward)
     for seed in range(4):
         both(seed)
+
+
+def test_a_break_that_is_given_a_view_of_anothers_result(twin: MakeTwin) -> None:
+    """The view keeps the tensor that it is a view of; the model does not."""
+    both = twin(lambda: lambda x: x.nonzero().view(-1).unique() + 1)
+    for seed in range(4):
+        both(seed, lambda draw: (draw(6).abs() + 1,))
+    assert both.report.replays == 2, both.report

@@ -119,7 +119,13 @@ def test_what_compile_is_given_runs_compiled(device: torch.device) -> None:
     def twice(graph: Any, inputs: Any) -> Callable[..., Any]:
         return lambda *given: tuple(2 * x for x in graph(*given))
 
-    layer = torch.nn.Linear(4, 4).to(device)
+    class Own(torch.nn.Linear):
+        """The compiler leaves torch's own classes alone."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, self.weight, self.bias)
+
+    layer = Own(4, 4).to(device)
     x = torch.ones(2, 4, device=device)
     with torch.no_grad():
         right = 2 * layer(x)
@@ -130,6 +136,43 @@ def test_what_compile_is_given_runs_compiled(device: torch.device) -> None:
         for _ in range(4):
             assert torch.equal(layer(x), right)
     assert accel.report(layer)["module"].replays > 0
+
+
+def test_what_compiles_while_a_call_is_recorded_leaves_the_recorder_alone(
+    device: torch.device,
+) -> None:
+    """A graph break runs the layers below it under the compiler's eyes, and the recorder's too."""
+    if device.type == "sim":
+        pytest.skip("the compiler reads the simulated device's Python")
+    seen: list[str] = []
+
+    def listening(graph: Any, inputs: Any) -> Callable[..., Any]:
+        seen.append(str(graph.code))
+        return graph  # type: ignore[no-any-return]
+
+    class Broken(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+            self.run = torch.compile(self.inner, backend=listening)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.run(x)  # type: ignore[no-any-return]
+
+        def inner(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return self.layer(x) * 2  # type: ignore[no-any-return]
+
+    module, x = Broken().to(device), torch.ones(2, 4, device=device)
+    with torch.no_grad():
+        right = module.layer(x) * 2
+        accel.patch(module, capture="always")
+        for _ in range(4):
+            assert torch.equal(module(x), right)
+            if accel.report(module)["module"].captures == 0:
+                torch._dynamo.reset()  # so that it compiles once more, in the recording
+    assert accel.report(module)["module"].replays > 0
+    assert not any("_known" in code or "aten" in code for code in seen), seen
 
 
 @pytest.mark.parametrize("compiled", [False, True])

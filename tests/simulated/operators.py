@@ -21,6 +21,8 @@ from tests.simulated.tensors import CPU, CPU_KEY, arena, host_view
 
 aten = torch.ops.aten
 _function_mode_is_on = torch._C._is_torch_function_mode_enabled
+COPY_SCALARS = {"index_put", "_index_put_impl", "_unsafe_index_put"}
+"""Operators that copy a host scalar to the device, which no recording can hold."""
 MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"}
 _NEVER_DRAW = ("_scaled_dot_product", "_fused_sdp_choice")
 MATRIX_PRODUCTS |= {"_scaled_mm", "_grouped_mm", "_addmm_activation"}
@@ -85,8 +87,12 @@ class Operator:
         assert segment is not None
         if segment.invalid:
             raise segment.refuse("the recording was spoilt before")
-        if self.draws and kwargs.get("generator") not in (None, card.generator):
-            raise segment.refuse("a random generator of its own")
+        if self.draws:  # no harm done
+            raise RuntimeError(
+                "Attempt to increase offset for a sim generator not in capture mode."
+            )
+        if self.name in COPY_SCALARS and any(isinstance(x, Tensor) and x.is_cpu for x in args):
+            raise segment.refuse("a copy of a host tensor that is not pinned")
         result = None
         if self.makes_new or self._must_size(kwargs):
             result, written = self.rehearse(args, kwargs)

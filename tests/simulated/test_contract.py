@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -86,24 +87,32 @@ def test_an_alias_shares_memory_without_owning_it(backend: Backend, device: torc
     assert backend.storage(alias)._cdata != backend.storage(x)._cdata
 
 
-def test_recorded_random_numbers_follow_the_eager_sequence(
+def test_a_segment_takes_no_random_numbers_and_others_may_draw_meanwhile(
     backend: Backend, device: torch.device, pool: Any, stream: Any
 ) -> None:
-    state = backend.rng_state(device)
+    torch.manual_seed(5)
     eager = [torch.rand(8, device=device).tolist() for _ in range(3)]
-    segment = backend.segment(pool)
+    torch.manual_seed(5)
+    drawn = [torch.rand(8, device=device).tolist()]
+    x, segment = torch.ones(2, device=device), backend.segment(pool)
+    backend.wait_stream(stream, backend.current_stream(device))
     with torch.no_grad(), backend.on_stream(stream):
         segment.begin()
-        y = torch.rand(8, device=device)
+        y = x + 1
+        with pytest.raises(RuntimeError, match="generator not in capture mode"):
+            torch.rand(8, device=device)
+        other = threading.Thread(
+            target=lambda: drawn.append(torch.rand(8, device=device).tolist())
+        )
+        other.start()
+        other.join()
+        z = y * 3
         segment.end()
-        backend.set_rng_state(device, state)
-        replayed = []
-        for _ in range(2):
-            segment.replay()
-            backend.synchronize(stream)
-            replayed.append(y.tolist())
-        replayed.append(torch.rand(8, device=device).tolist())
-    assert replayed == eager
+        segment.replay()
+        backend.synchronize(stream)
+    drawn.append(torch.rand(8, device=device).tolist())
+    assert drawn == eager
+    assert z.tolist() == [6.0, 6.0]
 
 
 def test_constants_can_be_uploaded_beside_a_recording(

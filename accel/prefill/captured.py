@@ -1,0 +1,147 @@
+"""Captured bodies: one graph per bucket, breakable or full, and what is done before each replay.
+
+Knows how a `PackedBody` becomes a graph. Does not know when (graphs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from accel.graph import BreakableGraph, as_break, capture
+from accel.memory import Pool
+from accel.prefill.attention import Attention, Unsupported
+from accel.prefill.batch import Batch, Buffers, Request, pack
+from accel.prefill.packed_body import Attending, PackedBody, packed_mask
+
+
+class Captured(Protocol):
+    """A captured body of one bucket."""
+
+    graph: BreakableGraph
+    bucket: int
+
+    def replay(self, requests: Sequence[Request]) -> None:
+        """Runs the body for `requests`; the hidden states are in the shared output buffer then."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that belongs to this graph and lies outside the pool, in bytes."""
+
+
+class BreakableBody:
+    """Every layer's attention is a break. Only ids and positions have addresses that count."""
+
+    def __init__(self, body: PackedBody, pool: Pool, bucket: int, output: torch.Tensor) -> None:
+        self._body, self.bucket = body, bucket
+        self._buffers = Buffers.new(bucket, body.model.device)
+        self.graph = BreakableGraph(pool)
+        batch = self._load([Request((0,) * bucket)])
+        batch.positions.zero_()  # harmless ones: a table of positions may end before the bucket
+        attending = Attending(body.groups, as_break(body.attend, pure=False, kind="attention"))
+        with body.model.capturing(), capture(self.graph, automatic=False):
+            hidden = body.model.body(batch.ids, batch.positions, attending)
+            output[:bucket].copy_(hidden[0])
+        self._check_breaks()
+
+    def _check_breaks(self) -> None:
+        fired = sum(b.kind == "attention" for b in self.graph.breaks)
+        if fired != len(self._body.groups):
+            self.graph.discard()
+            layers = len(self._body.groups)
+            raise Unsupported(f"{fired} attention breaks fired for {layers} attention layers")
+
+    def _load(self, requests: Sequence[Request]) -> Batch:
+        body = self._body
+        batch = pack(
+            requests,
+            self.bucket,
+            body.model.device,
+            cache=body.cache,
+            kv_bound=body.kv_bound,
+            into=self._buffers,
+        )
+        body.plan(batch)
+        return batch
+
+    def replay(self, requests: Sequence[Request]) -> None:
+        """As `Captured.replay`, for any number of requests."""
+        self._load(requests)
+        self.graph.replay()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Ids and positions; attention has one workspace for all buckets."""
+        return self._buffers.nbytes
+
+
+class FullBody:
+    """One graph, attention and all: slots, pages and rows have addresses that were captured.
+
+    Captured with the largest batch there can be, all of it in the cache's dummy page.
+    """
+
+    def __init__(
+        self, body: PackedBody, pool: Pool, bucket: int, output: torch.Tensor, paged: bool
+    ) -> None:
+        self._body, self.bucket, self._paged = body, bucket, paged
+        cache = body.cache
+        pages = -(-body.kv_bound // cache.page_size) + body.slots if cache else 0
+        bound = body.kv_bound if paged else 0
+        self._buffers = Buffers.new(bucket, body.model.device, body.slots, pages, bound)
+        self._attention: Attention | None = None
+        if body.groups:
+            room = body.room(bucket, static=True, paged=paged)
+            self._attention = body.backend.attention(room)
+        self.graph = BreakableGraph(pool)
+        batch = self._load([self._largest()])
+        batch.positions.zero_()
+        with body.model.capturing(), capture(self.graph, automatic=False):
+            output[:bucket].copy_(self._record(batch)[0])
+
+    def _largest(self) -> Request:
+        cache, ids = self._body.cache, (0,) * self.bucket
+        if cache is None:
+            return Request(ids)
+        prefix = self._body.kv_bound - self.bucket if self._paged else 0
+        return Request(ids, prefix, (cache.dummy_page,) * -(-(prefix + len(ids)) // cache.page_size))
+
+    def _record(self, batch: Batch) -> torch.Tensor:
+        model = self._body.model
+        if self._attention is None:
+            return model.masked_body(batch.ids, batch.positions, packed_mask(batch))
+        run = self._body.attend_in_graph(batch, self._attention)
+        attending = Attending(self._body.groups, run)
+        hidden = model.body(batch.ids, batch.positions, attending)
+        if attending.layers != len(self._body.groups):
+            raise Unsupported(f"{attending.layers} of {len(self._body.groups)} layers attended")
+        return hidden
+
+    def _load(self, requests: Sequence[Request]) -> Batch:
+        body = self._body
+        batch = pack(
+            requests,
+            self.bucket,
+            body.model.device,
+            slots=body.slots,
+            cache=body.cache,
+            paged=self._paged,
+            kv_bound=body.kv_bound,
+            into=self._buffers,
+        )
+        if self._attention is not None:
+            self._attention.plan(batch)
+        return batch
+
+    def replay(self, requests: Sequence[Request]) -> None:
+        """As `Captured.replay`, for at most as many requests as there are slots."""
+        self._load(requests)
+        self.graph.replay()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Batch tensors and what attention holds for this graph."""
+        own = self._attention.workspace_bytes if self._attention else 0
+        return own + self._buffers.nbytes

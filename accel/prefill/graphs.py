@@ -1,0 +1,144 @@
+"""The captured buckets of one runner: when they are captured, what drops them, what they take.
+
+Knows captured bodies by (bucket, paged). All of them share one pool and one output buffer; the
+largest is captured first, so that the others find their memory in what it left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+
+import torch
+
+from accel.guard import Ambient, WeightGuard
+from accel.memory import Pool
+from accel.prefill.buckets import Ladder
+from accel.prefill.captured import BreakableBody, Captured, FullBody
+from accel.prefill.packed_body import PackedBody
+from accel.prefill.report import BucketReport, PrefillReport
+
+Progress = Callable[[int, int, int], None]
+"""Called with (graphs captured, graphs to capture, bucket)."""
+
+
+class Graphs:
+    """Captured bodies, made at first use. Used under the pool's lock.
+
+    `output` is `[max_tokens, hidden]`: where every graph leaves its hidden states.
+    """
+
+    def __init__(
+        self, body: PackedBody, pool: Pool, ladder: Ladder, full: bool, report: PrefillReport
+    ) -> None:
+        self._body, self.pool, self._ladder, self._full = body, pool, ladder, full
+        self._report = report
+        model = body.model
+        shape = ladder.largest, model.hidden_size
+        self.output = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        report.output_bytes = self.output.nbytes
+        self._guard = WeightGuard(model.module, pool.backend)
+        self._captured: dict[tuple[int, bool], Captured] = {}
+        self._failed: dict[tuple[int, bool], str] = {}
+        self._state: Hashable = None
+        pool.tenants.add(self)
+
+    def get(self, bucket: int, paged: bool) -> Captured | str:
+        """The captured body for a batch of that kind, captured now if need be; or why there is
+        none."""
+        self._follow_the_model()
+        if not self._captured and not self._failed and bucket != self._ladder.largest:
+            self._capture(self._ladder.largest, paged and self._full)
+        return self._capture(bucket, paged and self._full)
+
+    def capture(self, progress: Progress | None) -> None:
+        """Captures every bucket that is not there yet, the largest first."""
+        self._follow_the_model()
+        kinds = list(self.kinds())
+        for done, (bucket, paged) in enumerate(kinds):
+            self._capture(bucket, paged)
+            if progress is not None:
+                progress(done + 1, len(kinds), bucket)
+
+    def kinds(self) -> Iterator[tuple[int, bool]]:
+        """Every (bucket, paged) that a batch can have, in the order of capture."""
+        cached = self._full and self._body.cache is not None
+        for bucket in reversed(self._ladder.sizes):
+            yield from ((bucket, paged) for paged in ((True, False) if cached else (False,)))
+
+    def forget_graphs(self) -> None:
+        """Drops every graph; the next call captures anew. Called by the pool, too."""
+        for captured in self._captured.values():
+            captured.graph.discard()
+        self._captured.clear()
+        self._failed.clear()
+        self._report.buckets.clear()
+
+    def _follow_the_model(self) -> None:
+        """Drops the graphs of weights or settings that are no longer the model's."""
+        switches = Ambient(self._body.model.device.type).key
+        state = self._guard.check(), switches, self._body.model.state()
+        if state != self._state:
+            if self._captured:
+                self._report.recaptures += 1
+                self.pool.retire()
+            self.forget_graphs()
+        self._state = state
+
+    def _capture(self, bucket: int, paged: bool) -> Captured | str:
+        kind = bucket, paged
+        if kind in self._captured:
+            return self._captured[kind]
+        if kind in self._failed:
+            return self._failed[kind]
+        generation = self.pool.generation
+        found = self._try(bucket, paged)
+        if self.pool.generation != generation:  # a device error while recording: all graphs are gone
+            self.forget_graphs()
+        if isinstance(found, str):
+            self._failed[kind] = found
+            self._report.notes.append(found)
+        else:
+            self._captured[kind] = found
+        return found
+
+    def _try(self, bucket: int, paged: bool) -> Captured | str:
+        for group in self._body.groups if self._full else ():
+            if why := self._body.backend.objection(group, static=True, paged=paged):
+                return f"not captured: {self._body.backend.name}: {why}"
+        pool, report = self.pool, self._report
+        pool.make_room()
+        before, started = pool.bytes(), pool.backend.now()
+        try:
+            captured: Captured
+            if self._full:
+                captured = FullBody(self._body, pool, bucket, self.output, paged)
+            else:
+                captured = BreakableBody(self._body, pool, bucket, self.output)
+        except torch.OutOfMemoryError:
+            free, _ = pool.backend.memory(pool.device)
+            return f"bucket {bucket} not captured: out of memory, {free:,} bytes free"
+        except Exception as error:
+            line = str(error).partition("\n")[0]
+            return f"bucket {bucket} not captured: {type(error).__name__}: {line}"
+        graph, seconds = captured.graph, pool.backend.now() - started
+        report.captures += 1
+        report.pool_bytes = pool.bytes()
+        report.buffer_bytes += captured.workspace_bytes
+        report.buckets.append(
+            BucketReport(
+                bucket,
+                paged,
+                graph.segments,
+                len(graph.breaks),
+                report.pool_bytes - before,
+                seconds,
+            )
+        )
+        return captured
+
+    def count(self, captured: Captured, paged: bool) -> None:
+        """Counts one replay."""
+        self._report.replays += 1
+        for entry in self._report.buckets:
+            if (entry.bucket, entry.paged) == (captured.bucket, paged and self._full):
+                entry.replays += 1

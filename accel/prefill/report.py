@@ -1,0 +1,68 @@
+"""Counters and reasons of one prefill runner: facts only, what a person reads is made elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class BucketReport:
+    """One captured graph: its rows, whether its keys come from the cache, what it cost.
+
+    `pool_bytes` is what the shared pool grew by, `seconds` the wall time of the capture.
+
+    >>> BucketReport(64, paged=False, segments=3, breaks=2, pool_bytes=0, seconds=0.1).replays
+    0
+    """
+
+    bucket: int
+    paged: bool
+    segments: int
+    breaks: int
+    pool_bytes: int
+    seconds: float
+    replays: int = 0
+
+
+@dataclass
+class PrefillReport:
+    """What a runner did. Every forward pass is one of `replays`, `eager_passes`; `own_passes` are
+    prompts that a declined model ran by itself.
+
+    >>> report = PrefillReport("llama", "full", "reference")
+    >>> report.eager("4 requests, max_requests=2")
+    >>> report.eager_passes, dict(report.reasons)
+    (1, {'4 requests, max_requests=2': 1})
+    """
+
+    name: str
+    mode: str
+    attention: str
+    declined: str | None = None
+    """Why prompts run through the model's own forward, one by one; None if they do not."""
+    layers: int = 0
+    groups: int = 0
+    calls: int = 0
+    tokens: int = 0
+    padding: int = 0
+    """Rows that were computed and meant nothing."""
+    captures: int = 0
+    recaptures: int = 0
+    replays: int = 0
+    eager_passes: int = 0
+    own_passes: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+    """What was decided at construction or while capturing, in words."""
+    buckets: list[BucketReport] = field(default_factory=list)
+    cache_bytes: int = 0
+    output_bytes: int = 0
+    buffer_bytes: int = 0
+    workspace_bytes: int = 0
+    pool_bytes: int = 0
+
+    def eager(self, reason: str) -> None:
+        """Counts one forward pass that ran eagerly, and why."""
+        self.eager_passes += 1
+        self.reasons[reason] += 1
