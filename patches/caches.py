@@ -18,6 +18,9 @@ from torch import nn
 from accel.graph import Refused
 
 _CLASS = "class"
+_DEPTH = 8
+"""How deep objects and lists in a cache may lie; one that lies deeper, or in itself, stays whole,
+and the call is eager."""
 
 
 class Contents(dict[str, Any]):
@@ -31,9 +34,9 @@ class Contents(dict[str, Any]):
     'Flux2KVCache'
     """
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: Any, depth: int = _DEPTH) -> None:
         kind = type(cache)
-        attributes = {name: _taken_apart(value) for name, value in vars(cache).items()}
+        attributes = {name: _taken_apart(x, depth - 1) for name, x in vars(cache).items()}
         super().__init__(attributes, **{_CLASS: f"{kind.__module__}.{kind.__qualname__}"})
         self._kind, self._cache = kind, cache
 
@@ -65,10 +68,10 @@ def _is_cache(x: Any) -> bool:
     )
 
 
-def _taken_apart(x: Any) -> Any:
-    if type(x) in (list, tuple):
-        return type(x)(map(_taken_apart, x))
-    return Contents(x) if _is_cache(x) else x
+def _taken_apart(x: Any, depth: int) -> Any:
+    if depth and type(x) in (list, tuple):
+        return type(x)([_taken_apart(child, depth - 1) for child in x])
+    return Contents(x, depth) if depth and _is_cache(x) else x
 
 
 def _put_together(x: Any) -> Any:
@@ -111,10 +114,12 @@ class Reading:
     show in a replay."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Contents)]
-        caches = {id(x): x.rebuilt() for x in given}
-        self._pairs = [(x, caches[id(x)]) for x in given]
-        self.args, self.kwargs = _with(lambda x: caches[id(x)], args, kwargs)
+        self._pairs: list[tuple[Contents, Any]] = []
+        self.args, self.kwargs = _with(self._rebuilt, args, kwargs)
+
+    def _rebuilt(self, contents: Contents) -> Any:
+        self._pairs.append((contents, contents.rebuilt()))
+        return self._pairs[-1][1]
 
     def close(self) -> None:
         """To be called after the forward."""
