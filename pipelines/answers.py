@@ -1,6 +1,6 @@
 """What a reading says about a text, as plain data: likely next tokens, or the text's own score.
 
-This module knows tensors and tokens. Logarithms are natural; a perplexity is exp(−mean).
+This module knows tensors and tokens. Logarithms are natural; a perplexity is exp(-mean).
 """
 
 from __future__ import annotations

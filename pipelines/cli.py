@@ -265,6 +265,81 @@ def explain(
 
 
 @app.command()
+def prefill(
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(help="One or several prompts; - reads them from stdin.", show_default=False),
+    ] = None,
+    prompts_file: Annotated[
+        str | None, typer.Option("--prompts", help="A file with one prompt a line; - is stdin.")
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", help="demo, a causal LM's folder, or a hub id (owner/name)."),
+    ] = "demo",
+    mode: Annotated[
+        str, typer.Option("--mode", help="breakable, full (one graph) or eager (no graph).")
+    ] = "breakable",
+    attention: Annotated[
+        str, typer.Option("--attention", help="auto, reference, torch or flashinfer.")
+    ] = "auto",
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Tokens of a batch, and of a prompt.")
+    ] = 8192,
+    max_requests: Annotated[
+        int, typer.Option("--max-requests", min=1, help="Prompts of a batch in mode full.")
+    ] = 16,
+    score: Annotated[
+        bool, typer.Option("--score", help="The log-probability of every token of the prompts.")
+    ] = False,
+    top: Annotated[int, typer.Option("--top", min=1, help="Next tokens shown per prompt.")] = 5,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed rounds.")] = 5,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Times the model's own forward beside it, in turns.")
+    ] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Only says what capturing takes here, and what has room.")
+    ] = False,
+    dtype: options.Dtype = None,
+    device: options.Device = "auto",
+    trust_pickle: options.TrustPickle = False,
+    trust_remote_code: options.TrustCode = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Reads prompts with a language model: likely next tokens or scores, and how long it took."""
+    from accel.pipelines import prefilling
+    from accel.pipelines.texts import read_texts
+
+    order = prefilling.Order(
+        prompts=() if plan else read_texts(prompts or [], prompts_file),
+        model=model,
+        mode=mode,
+        attention=attention,
+        max_tokens=max_tokens,
+        max_requests=max_requests,
+        score=score,
+        plan=plan,
+        compare=compare,
+        top=top,
+        repeats=repeats,
+        device=device,
+        dtype=dtype,
+        trust=Trust(trust_pickle, trust_remote_code),
+        quiet=not debug,
+        stdout_is_json=json,
+    )
+    result = prefilling.fulfil(order)
+    if json:
+        print_json(result)
+    else:
+        from accel.pipelines import prefill_tables
+
+        show = prefill_tables.print_plan if plan else prefill_tables.print_prefill
+        show(result)
+
+
+@app.command()
 def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
     """Says what this machine has, what it lacks, and what was never tested."""
     from accel.pipelines import doctor as examination

@@ -14,6 +14,7 @@ from typing import Any
 
 OnStep = Callable[[int], None]
 OnPicture = Callable[[str], None]
+OnCapture = Callable[[int, int, int], None]
 
 _notes_are_held = ContextVar("_notes_are_held", default=False)
 
@@ -81,6 +82,25 @@ def steps_shown(
             return lambda done: bar.update(task, completed=done)
 
         yield for_picture
+
+
+@contextlib.contextmanager
+def captures_shown() -> Iterator[OnCapture]:
+    """A progress bar on stderr over graphs that are captured. Yields what is told (graphs done,
+    graphs to do, the bucket just captured). Draws nothing where stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("capturing", total=None)
+
+        def on_capture(done: int, total: int, bucket: int) -> None:
+            words = f"captured {bucket:,} tokens"
+            bar.update(task, description=words, total=total, completed=done)
+
+        yield on_capture
 
 
 @contextlib.contextmanager

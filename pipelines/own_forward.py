@@ -26,7 +26,9 @@ def last_logits(model: Any, ids: Sequence[Sequence[int]], device: torch.device) 
 def scores(model: Any, ids: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
     """Of every text the log-probability of each token but the first, `[tokens - 1]` in float32."""
     logits = _forward(model, ids, device)
-    return [_scored(row[len(row) - len(text) :], text) for row, text in zip(logits, ids, strict=True)]
+    return [
+        _scored(row[len(row) - len(text) :], text) for row, text in zip(logits, ids, strict=True)
+    ]
 
 
 def _scored(logits: Tensor, text: Sequence[int]) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from accel.pipelines.tables import new_console, say
+from accel.pipelines.tables import gib, new_console, say
 
 SHOWN = 72
 """Letters of a prompt that a heading shows."""
@@ -51,10 +51,16 @@ def _scores(answer: dict[str, Any]) -> Iterator[str]:
 
 def _times(result: dict[str, Any]) -> Table:
     table = Table("", "median", "tokens a second", "rounds")
-    table.add_row(result["what"], *_clock(result["prefill"]))
+    table.add_row(_way(result["report"]), *_clock(result["prefill"]))
     if result["own"] is not None:
         table.add_row("the model's own forward", *_clock(result["own"]))
     return table
+
+
+def _way(report: dict[str, Any]) -> str:
+    if report["declined"] is not None:
+        return "prefill, not packed"
+    return f"prefill, {report['mode']}, attention {report['attention']}"
 
 
 def _clock(side: dict[str, Any]) -> tuple[str, str, str]:
@@ -64,10 +70,9 @@ def _clock(side: dict[str, Any]) -> tuple[str, str, str]:
 
 def _remarks(result: dict[str, Any]) -> Iterator[str]:
     texts = _count(len(result["prompts"]), "prompt")
-    yield (
-        f"{texts}, {_count(result['tokens'], 'token')}, {_count(result['batches'], 'batch', 'es')}; "
-        f"{result['model']}, {result['dtype']}, {result['device']}"
-    )
+    tokens, groups = _count(result["tokens"], "token"), _count(result["batches"], "batch", "es")
+    yield (f"{texts}, {tokens}, {groups}; {result['model']}, {result['dtype']}, {result['device']}")
+    yield from _graphs(result["report"])
     if result["own"] is not None:
         gap = result["difference"]
         same = gap.get("same_next_token")
@@ -76,6 +81,19 @@ def _remarks(result: dict[str, Any]) -> Iterator[str]:
             f"own / prefill: {result['ratio']:.2f}; largest difference of a log-probability: "
             f"{gap['largest_log_probability']:.2g}{most}"
         )
+
+
+def _graphs(report: dict[str, Any]) -> Iterator[str]:
+    if report["buckets"]:
+        seconds = sum(bucket["seconds"] for bucket in report["buckets"])
+        yield (
+            f"captured {_count(len(report['buckets']), 'graph')} in {seconds:.2f} s; pool "
+            f"{gib(report['pool_bytes'])}, shared output {gib(report['output_bytes'])}, "
+            f"buffers {gib(report['buffer_bytes'])}"
+        )
+    for reason, times in report["reasons"].items():
+        yield f"eager x{times}: {reason}"
+    yield from report["notes"]
 
 
 def _count(number: int, noun: str, ending: str = "s") -> str:

@@ -20,8 +20,8 @@ def print_bench(result: dict[str, Any]) -> None:
     table.add_row("step", _ms(eager["step_ms"]), _ms(patched["step_ms"]))
     table.add_row("first picture", f"{eager['warm_up_s'][0]:.3f} s", f"{patched['first_s']:.3f} s")
     table.add_row("set-up", "", f"{patched['setup_s']:.3f} s")
-    table.add_row("peak memory", _gib(eager["peak_bytes"]), _gib(patched["peak_bytes"]))
-    table.add_row("reserved memory", _gib(eager["reserved_bytes"]), _gib(patched["reserved_bytes"]))
+    table.add_row("peak memory", gib(eager["peak_bytes"]), gib(patched["peak_bytes"]))
+    table.add_row("reserved memory", gib(eager["reserved_bytes"]), gib(patched["reserved_bytes"]))
     console = new_console()
     say(console, title(result))  # a title of the table's would be broken at its width
     console.print(table)
@@ -73,7 +73,7 @@ def print_explanation(result: dict[str, Any]) -> None:
     for part in report["parts"]:
         for line in dict.fromkeys(_remarks(part)):
             say(console, f"{part['name']}: {line}")
-    say(console, f"memory of the graphs: {_gib(report['pool_bytes'])}")
+    say(console, f"memory of the graphs: {gib(report['pool_bytes'])}")
 
 
 def _row(part: dict[str, Any]) -> list[str]:
@@ -128,5 +128,5 @@ def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} ms"
 
 
-def _gib(value: int | None) -> str:
+def gib(value: int | None) -> str:
     return "-" if value is None else f"{value / 2**30:.2f} GiB"

@@ -20,7 +20,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,

@@ -1,5 +1,6 @@
 import io
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,6 @@ def test_batches_hold_all_texts_in_order_and_fit(
     for batch in made:
         assert 1 <= len(batch) <= requests
         assert sum(len(text.ids) for text in batch) <= tokens
-    for batch, after in zip(made, made[1:], strict=False):  # no batch could have taken one more
+    for batch, after in pairwise(made):  # no batch could have taken one more
         full = sum(len(text.ids) for text in [*batch, after[0]]) > tokens
         assert full or len(batch) == requests

@@ -53,7 +53,9 @@ def test_held_out_captions_score_above_their_shuffled_words(
 def test_held_out_captions_are_as_expected_as_the_grammar_allows(
     model: Any, tokenizer: Any
 ) -> None:
-    scores = [log_probabilities(model, tokenizer, text) for text in islice(held_out_captions(5), 50)]
+    scores = [
+        log_probabilities(model, tokenizer, text) for text in islice(held_out_captions(5), 50)
+    ]
     assert -torch.cat(scores).mean().item() < 2.6
     assert torch.cat(scores).isfinite().all()
 
@@ -94,7 +96,8 @@ def test_it_loads_without_accel() -> None:
         "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], use_safetensors=True)\n"
         "text = AutoTokenizer.from_pretrained(sys.argv[1])('a red circle', return_tensors='pt')\n"
         "finite = bool(model(**text).logits.isfinite().all())\n"
-        "print(json.dumps([finite, type(model).__name__, str(model.dtype), 'accel' in sys.modules]))"
+        "kind, dtype = type(model).__name__, str(model.dtype)\n"
+        "print(json.dumps([finite, kind, dtype, 'accel' in sys.modules]))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(demo_lm_folder())],

@@ -1,0 +1,204 @@
+"""`accel prefill`: from an order to next tokens or scores, with how long they took.
+
+Everything that can be refused is refused before weights are loaded. This module puts together what
+others know: which model a name means, texts and batches, the runner, clocks. Logarithms are
+natural.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from accel.pipelines import answers, language_models, loading, machine, versions
+from accel.pipelines.console import captures_shown, note, status_shown, stdout_kept_clean
+from accel.pipelines.errors import AccelError, BadInput, first_line, is_out_of_memory
+from accel.pipelines.models import Trust, is_hub_id
+from accel.pipelines.reading import Way, read_in_turns
+from accel.pipelines.texts import Text, batches, tokenized
+
+if TYPE_CHECKING:
+    from accel.pipelines.language_loading import Speaker
+
+MODES = ("breakable", "full", "eager")
+ATTENTION = ("auto", "reference", "torch", "flashinfer")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a person asked for. `top` counts next tokens, `repeats` timed rounds."""
+
+    prompts: Sequence[str] = ()
+    model: str = language_models.DEMO
+    mode: str = "breakable"
+    attention: str = "auto"
+    max_tokens: int = 8192
+    max_requests: int = 16
+    score: bool = False
+    plan: bool = False
+    compare: bool = False
+    top: int = 5
+    repeats: int = 5
+    device: str = "auto"
+    dtype: str | None = None
+    trust: Trust = field(default_factory=Trust)
+    quiet: bool = True
+    stdout_is_json: bool = False
+
+
+def fulfil(order: Order) -> dict[str, Any]:
+    """Does what `order` says and returns the result as plain data. Raises `AccelError`."""
+    _refuse_words(order)
+    model, where = _found(order)
+    with stdout_kept_clean(order.stdout_is_json):
+        from accel.pipelines import language_loading
+
+        if order.quiet:
+            language_loading.quiet()
+        with status_shown() as tell:
+            tell(f"loading {order.model}")
+            speaker = language_loading.load(model, where, trust=order.trust)
+        texts = tokenized(speaker, order.prompts, order.max_tokens)
+        with _told_in_one_line(order):
+            return {**_circumstances(order, speaker), **_answered(order, speaker, texts)}
+
+
+def _found(order: Order) -> tuple[language_models.LanguageModel, loading.Placement]:
+    """Model and device: a folder is looked at before torch is loaded, a hub is asked last."""
+    here = not is_hub_id(order.model)
+    model = language_models.resolve(order.model, order.trust) if here else None
+    where = loading.placement(order.device, order.dtype or "auto")
+    _refuse_attention(order, where)
+    return model or language_models.resolve(order.model, order.trust), where
+
+
+def _refuse_words(order: Order) -> None:
+    if order.mode not in MODES:
+        raise BadInput(f"--mode {order.mode}: choose from {', '.join(MODES)}")
+    if order.attention not in ATTENTION:
+        raise BadInput(f"--attention {order.attention}: choose from {', '.join(ATTENTION)}")
+
+
+def _refuse_attention(order: Order, where: loading.Placement) -> None:
+    """What is known to be absent is told before weights are loaded; what a backend cannot do for
+    this model, only it knows."""
+    if order.attention != "flashinfer":
+        return
+    if importlib.util.find_spec("flashinfer") is None:
+        raise BadInput(
+            "--attention flashinfer: it is not installed (pip install flashinfer-python); "
+            "--attention auto takes what there is"
+        )
+    if where.device.type != "cuda":
+        raise BadInput(f"--attention flashinfer needs CUDA, this runs on {where.device.type}")
+
+
+def _answered(order: Order, speaker: Speaker, texts: list[Text]) -> dict[str, Any]:
+    """Reads `texts` and says what was found and how long it took."""
+    runner = _runner(order, speaker)
+    try:
+        _tell(order, speaker, runner)
+        if _captures(order, speaker, runner):
+            with captures_shown() as on_capture:
+                runner.capture(progress=on_capture)
+        ours, own = _ways(order, speaker, runner)
+        # In mode full a graph has slots; elsewhere only tokens count.
+        slots = order.max_requests if order.mode == "full" else len(texts)
+        groups = batches(texts, order.max_tokens, slots)
+        with status_shown() as tell:
+            ways = [way for way in (ours, own) if way is not None]
+            read_in_turns(ways, groups, speaker.where.device, order.repeats, tell)
+        return {
+            **_answers(order, speaker, texts, ours, own),
+            "batches": len(groups),
+            "report": asdict(runner.report),
+        }
+    finally:
+        runner.close()
+
+
+def _runner(order: Order, speaker: Speaker) -> Any:
+    import accel
+
+    graphs = speaker.where.device.type == "cuda"
+    return accel.prefill_runner(
+        speaker.model,
+        max_tokens=order.max_tokens,
+        max_requests=order.max_requests,
+        mode=order.mode if graphs else "eager",
+        attention=order.attention,
+    )
+
+
+def _captures(order: Order, speaker: Speaker, runner: Any) -> bool:
+    on_a_gpu = speaker.where.device.type == "cuda"
+    return on_a_gpu and order.mode != "eager" and runner.report.declined is None
+
+
+def _tell(order: Order, speaker: Speaker, runner: Any) -> None:
+    if runner.report.declined is not None:
+        note(f"prompts run one by one through the model's own forward: {runner.report.declined}")
+    elif speaker.where.device.type != "cuda" and order.mode != "eager":
+        note(f"no graphs on {speaker.where.device.type}: the model runs eagerly")
+
+
+def _ways(order: Order, speaker: Speaker, runner: Any) -> tuple[Way, Way | None]:
+    from accel.pipelines import own_forward
+
+    model, device = speaker.model, speaker.where.device
+    ours = Way(runner.score if order.score else lambda ids: runner(ids).logits)
+    read = own_forward.scores if order.score else own_forward.last_logits
+    return ours, Way(lambda ids: read(model, ids, device)) if order.compare else None
+
+
+def _answers(
+    order: Order, speaker: Speaker, texts: list[Text], ours: Way, own: Way | None
+) -> dict[str, Any]:
+    tokens = sum(len(text.ids) for text in texts)
+    pairs = zip(texts, ours.found, strict=True)
+    if order.score:
+        told = [answers.score(speaker, text, row) for text, row in pairs]
+    else:
+        told = [answers.next_tokens(speaker, text, row, order.top) for text, row in pairs]
+    result = {"prompts": told, "tokens": tokens, "prefill": ours.to_dict(tokens), "own": None}
+    if own is not None:
+        result["own"] = own.to_dict(tokens)
+        result["ratio"] = result["own"]["median_s"] / result["prefill"]["median_s"]
+        result["difference"] = answers.difference(ours.found, own.found, scores=order.score)
+    return result
+
+
+def _circumstances(order: Order, speaker: Speaker) -> dict[str, Any]:
+    return {
+        "command": shlex.join(["accel", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"python": versions.installed("python"), **versions.made_with()},
+        "device": machine.device_name(speaker.where.device),
+        "processor": machine.processor(),
+        "model": order.model,
+        "dtype": speaker.where.dtype_name,
+    }
+
+
+@contextlib.contextmanager
+def _told_in_one_line(order: Order) -> Iterator[None]:
+    """What the runner refuses, and memory that is not there, in words that name an option."""
+    from accel.prefill.attention import Unsupported
+
+    try:
+        yield
+    except Unsupported as error:
+        raise BadInput(f"--attention {order.attention}: {first_line(error)}") from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise AccelError(
+                f"out of memory ({first_line(error)}): lower --max-tokens (--plan says what has "
+                "room), take a smaller --dtype, or --mode eager"
+            ) from error
+        raise
