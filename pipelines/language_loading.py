@@ -17,6 +17,7 @@ from accel.pipelines.loading import Placement
 from accel.pipelines.models import Trust
 
 NEIGHBOURS = 4
+VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,12 @@ def _refuse_missing(model: LanguageModel, names: Any) -> None:
 def _tokenizer(model: LanguageModel, trust: Trust) -> Any:
     from transformers import AutoTokenizer
 
+    if not any(file for name in VOCABULARIES for file in model.folder.glob(name)):
+        # transformers would make one that knows no word.
+        raise BadInput(
+            f"--model {model.name}: there is no tokenizer in that folder (tokenizer.json or another "
+            "vocabulary): save one beside the weights"
+        )
     try:
         return AutoTokenizer.from_pretrained(
             model.folder, trust_remote_code=trust.code, local_files_only=True

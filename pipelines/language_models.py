@@ -19,7 +19,7 @@ from accel.pipelines.models import INDEXES, Trust, code_line, is_hub_id, pickle_
 
 DEMO = "demo"
 CONFIG = "config.json"
-_READABLE = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+_READABLE = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 _WEIGHTS = ("*.bin", "*.pt", "*.pth")
 
 
