@@ -106,7 +106,9 @@ class FullBody:
         if cache is None:
             return Request(ids)
         prefix = self._body.kv_bound - self.bucket if self._paged else 0
-        return Request(ids, prefix, (cache.dummy_page,) * -(-(prefix + len(ids)) // cache.page_size))
+        return Request(
+            ids, prefix, (cache.dummy_page,) * -(-(prefix + len(ids)) // cache.page_size)
+        )
 
     def _record(self, batch: Batch) -> torch.Tensor:
         model = self._body.model

@@ -92,7 +92,9 @@ class Graphs:
             return self._failed[kind]
         generation = self.pool.generation
         found = self._try(bucket, paged)
-        if self.pool.generation != generation:  # a device error while recording: all graphs are gone
+        if (
+            self.pool.generation != generation
+        ):  # a device error while recording: all graphs are gone
             self.forget_graphs()
         if isinstance(found, str):
             self._failed[kind] = found

@@ -1,7 +1,7 @@
 """How the prompts of a call are cut into forward passes.
 
 Knows lengths only. One pass takes at most `max_tokens`; with a cache a prompt may go on in the next
-pass. Without one it must fit, and what does not fit together still runs together, in one eager pass.
+pass. Without one each must fit, and what does not fit together runs together, in one eager pass.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ class Result:
         return self._handles[i]
 
     def generate_kwargs(self, first_tokens: Sequence[int] | torch.Tensor) -> dict[str, Any]:
-        """Arguments for `model.generate`, which goes on behind `first_tokens`, one per prompt. Raises
-        ValueError without a cache."""
+        """Arguments for `model.generate`, which goes on behind `first_tokens`, one per prompt.
+        Raises ValueError without a cache."""
         handles = [self.handle(i) for i in range(len(self))]
         first = [int(token) for token in first_tokens]
         if len(first) != len(handles):

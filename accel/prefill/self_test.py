@@ -1,7 +1,7 @@
 """The self-test: packed prompts against the model's own attention, prompt by prompt.
 
-Knows one question: may this model's prompts be packed? Attention that lives in a mask only (chunks),
-or layers that leak from one prompt into the next, answer it with another result.
+Knows one question: may this model's prompts be packed? Attention that lives in a mask only (chunks)
+or layers that leak from one prompt into the next answer it with another result.
 """
 
 from __future__ import annotations
@@ -62,5 +62,6 @@ def mismatch(
 
 def _errors(ours: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Relative error of each token's hidden state, on the host."""
-    difference = (ours.float() - own.float()).norm(dim=-1)
-    return (difference / own.float().norm(dim=-1)).cpu()
+    difference: torch.Tensor = (ours.float() - own.float()).norm(dim=-1)
+    relative: torch.Tensor = difference / own.float().norm(dim=-1)
+    return relative.cpu()

@@ -1,0 +1,23 @@
+"""A progress bar while buckets are captured: rich's, on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from accel.prefill.graphs import Progress
+
+
+@contextlib.contextmanager
+def bar() -> Iterator[Progress]:
+    """A bar, and the function that moves it."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("capturing", total=None)
+
+        def move(done: int, total: int, bucket: int) -> None:
+            shown.update(task, completed=done, total=total, description=f"captured {bucket} tokens")
+
+        yield move

@@ -1,0 +1,117 @@
+"""A call's prompts: what is wrong with them, and where their keys and values go.
+
+Knows ids, prefixes and pages. Does not know how they are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from accel.prefill.batch import Request
+from accel.prefill.kv_cache import KVCache
+from accel.prefill.model import PrefillModel
+from accel.prefill.passes import Piece
+from accel.prefill.result import Handle
+
+
+@dataclass
+class Prompt:
+    """New token ids behind a cached prefix, and the pages of both once there are some."""
+
+    ids: list[int]
+    prefix: Handle | None = None
+    pages: tuple[int, ...] = ()
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prefix."""
+        return self.prefix.tokens if self.prefix else 0
+
+    def request(self, piece: Piece) -> Request:
+        """The request for a piece of this prompt: what lies before it is cached by then."""
+        return Request(
+            tuple(self.ids[piece.start : piece.stop]), self.cached + piece.start, self.pages
+        )
+
+
+class Prompts:
+    """The prompts of one call. With a cache, each has a handle that holds its pages."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self.prompts = list(prompts)
+        self.handles: list[Handle] = []
+
+    def take_pages(self, cache: KVCache) -> None:
+        """Gives every prompt its pages: full ones of the prefix are shared, a part-filled one is
+        copied, since others may go on in it. Raises `CacheFull`, holding nothing then."""
+        try:
+            for prompt in self.prompts:
+                prompt.pages = _pages(cache, prompt)
+                whole = [*(prompt.prefix.ids if prompt.prefix else ()), *prompt.ids]
+                self.handles.append(Handle(cache, whole, prompt.pages))
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Gives all pages back."""
+        for handle in self.handles:
+            handle.release()
+
+
+def _pages(cache: KVCache, prompt: Prompt) -> tuple[int, ...]:
+    shared, part = divmod(prompt.cached, cache.page_size)
+    needed = -(-(prompt.cached + len(prompt.ids)) // cache.page_size)
+    fresh = cache.take(needed - shared)
+    if prompt.prefix is None:
+        return fresh
+    cache.share(prompt.prefix.pages[:shared])
+    if part:
+        cache.copy_page(prompt.prefix.pages[shared], fresh[0])
+    return (*prompt.prefix.pages[:shared], *fresh)
+
+
+def open_prompts(
+    model: PrefillModel,
+    prompts: Sequence[Sequence[int]],
+    prefix: Handle | Sequence[Handle | None] | None,
+) -> Prompts:
+    """Checked prompts. Raises ValueError in one line for the first that cannot be run."""
+    if isinstance(prompts, torch.Tensor):
+        prompts = prompts.tolist()
+    if not len(prompts):
+        raise ValueError("no prompts: at least one list of token ids is needed")
+    prefixes = _prefixes(len(prompts), prefix)
+    ids = [_ids(i, prompt, model.vocab_size) for i, prompt in enumerate(prompts)]
+    return Prompts([Prompt(mine, before) for mine, before in zip(ids, prefixes, strict=True)])
+
+
+def _ids(i: int, prompt: Sequence[int] | torch.Tensor, vocab_size: int) -> list[int]:
+    if isinstance(prompt, str):
+        raise ValueError(f"prompt {i} is a string: give token ids, tokenizer(text).input_ids")
+    ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+    if not ids:
+        raise ValueError(f"prompt {i} is empty: a prompt has at least one token")
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ValueError(f"prompt {i} holds {token!r}: token ids are whole numbers")
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"prompt {i} holds the id {wrong}: ids go from 0 to {vocab_size - 1}")
+    return ids
+
+
+def _prefixes(
+    count: int, prefix: Handle | Sequence[Handle | None] | None
+) -> Sequence[Handle | None]:
+    prefixes = [prefix] * count if prefix is None or isinstance(prefix, Handle) else list(prefix)
+    if len(prefixes) != count:
+        raise ValueError(f"{len(prefixes)} prefixes for {count} prompts")
+    for i, handle in enumerate(prefixes):
+        if handle is not None and not handle.alive:
+            raise ValueError(f"the prefix of prompt {i} was released")
+    return prefixes

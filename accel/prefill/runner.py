@@ -1,0 +1,228 @@
+"""PrefillRunner: prompts in, logits and hidden states out, by graphs where there are some.
+
+Knows the order of a call: check the prompts, cut them into passes, find pages, run, apply the head.
+What a pass is made of is in packed_body.py, which graphs there are in graphs.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from accel.backend import backend_for
+from accel.memory import Pool
+from accel.prefill.batch import Request
+from accel.prefill.buckets import Ladder
+from accel.prefill.graphs import Graphs, Progress
+from accel.prefill.model import PrefillModel
+from accel.prefill.passes import cut, fitting
+from accel.prefill.prompts import Prompt, Prompts, open_prompts
+from accel.prefill.report import PrefillReport
+from accel.prefill.result import Handle, Result
+from accel.prefill.setup import MODES, Setup, set_up
+
+HEAD_ROWS = 1024
+"""Rows of hidden states that `score` gives the head at a time."""
+
+
+class PrefillRunner:
+    """Runs prompts of one model. See `accel.prefill` for what callers may ask of it.
+
+    `max_tokens` is the largest batch, and the chunk size of longer prompts; `max_requests` are the
+    slots of full graphs; `cache_tokens` is how many tokens' keys and values can be kept; `mode` is
+    "breakable", "full" or "eager"; `attention` "auto" or a backend's name; `buckets` the sizes that
+    batches are padded to. Any thread may call.
+    """
+
+    def __init__(
+        self,
+        model: PrefillModel,
+        *,
+        max_tokens: int = 8192,
+        max_requests: int = 16,
+        cache_tokens: int = 0,
+        mode: str = "breakable",
+        attention: str = "auto",
+        buckets: Sequence[int] | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r}: one of {', '.join(MODES)}")
+        if max_requests < 1:
+            raise ValueError(f"max_requests={max_requests}: there is at least one slot")
+        if cache_tokens < 0:
+            raise ValueError(f"cache_tokens={cache_tokens}: a number of tokens, 0 for no cache")
+        self._model, self._max_requests = model, max_requests
+        self._ladder = Ladder(max_tokens, buckets)
+        self._lock = threading.RLock()
+        self._pool = Pool(model.device) if backend_for(model.device) else None
+        self._graphs: Graphs | None = None
+        self.report = PrefillReport(model.name, mode, attention)
+        with self._alone():
+            setup = Setup(model, self._ladder, max_requests, cache_tokens, mode, attention)
+            self._body = set_up(setup, self.report)
+            if self._body is not None and self.report.mode != "eager" and self._pool is not None:
+                full = self.report.mode == "full"
+                self._graphs = Graphs(self._body, self._pool, self._ladder, full, self.report)
+
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        prefix: Handle | Sequence[Handle | None] | None = None,
+    ) -> Result:
+        """Runs `prompts`, lists of token ids, behind `prefix`, if any: a handle, or one or None per
+        prompt. Raises ValueError for prompts that cannot be run, in one line."""
+        with self._alone():
+            opened = open_prompts(self._model, prompts, prefix)
+            hidden = self._hidden(opened)
+            last = torch.stack([states[-1] for states in hidden])
+            layers = len(self._body.groups) if self._body else 0
+            self.report.calls += 1
+            hand_over = self._model.generate_kwargs
+            return Result(self._model.head(last), hidden, opened.handles, hand_over, layers)
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """The log-probability of every token but the first, given those before it: float32 on the
+        host, `[tokens - 1]` per prompt. The head is applied to a few rows at a time, so the logits
+        of all tokens never exist together."""
+        with self._alone():
+            opened = open_prompts(self._model, prompts, None)
+            lengths = [len(prompt.ids) for prompt in opened.prompts]
+            scores: list[torch.Tensor] = []
+            for group in fitting(lengths, self._ladder.largest, self._max_requests):
+                some = Prompts([opened.prompts[i] for i in group])
+                for prompt, hidden in zip(some.prompts, self._hidden(some), strict=True):
+                    scores.append(self._score(prompt.ids, hidden))
+                some.release()
+            self.report.calls += 1
+            return scores
+
+    def capture(self, progress: bool | Progress = False) -> PrefillRunner:
+        """Captures every bucket now, the largest first. `progress` shows a bar, or is a function
+        called with (done, total, bucket). Returns the runner.
+
+        Raises ValueError if memory for it is missing: `plan()` says how much it takes.
+        """
+        with self._alone():
+            if self._graphs is not None:
+                self._check_memory()
+                if progress is True:
+                    from accel.prefill.progress import bar
+
+                    with bar() as shown:
+                        self._graphs.capture(shown)
+                else:
+                    self._graphs.capture(progress or None)
+        return self
+
+    def close(self) -> None:
+        """Gives all memory back. Later calls raise ValueError; closing again does nothing."""
+        if self._closed:
+            return
+        with self._alone():
+            self._closed = True
+            if self._graphs is not None:
+                self._graphs.forget_graphs()
+            self._graphs = self._body = None
+            if self._pool is not None:
+                self._pool.retire()
+                self._pool.close()
+
+    _closed = False
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One call at a time, after the device work of the one before it, without gradients and
+        outside of inference mode, whose tensors could not be written later."""
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            if self._closed:
+                raise ValueError("this prefill runner is closed: make another")
+            with self._pool.use() if self._pool is not None else contextlib.nullcontext():
+                yield
+
+    def _hidden(self, opened: Prompts) -> list[torch.Tensor]:
+        """Hidden states of every prompt's own tokens, `[tokens, hidden]` each."""
+        if self._body is None:
+            return [self._own(prompt) for prompt in opened.prompts]
+        cache, largest = self._body.cache, self._ladder.largest
+        self._check_lengths(opened)
+        if cache is not None:
+            opened.take_pages(cache)
+        passes = cut([len(p.ids) for p in opened.prompts], largest, cache is not None)
+        parts: list[list[torch.Tensor]] = [[] for _ in opened.prompts]
+        for pieces in passes:
+            requests = [opened.prompts[piece.prompt].request(piece) for piece in pieces]
+            packed = self._pass(requests).split([request.length for request in requests])
+            for piece, states in zip(pieces, packed, strict=True):
+                parts[piece.prompt].append(states)
+        return [torch.cat(states) if len(states) > 1 else states[0] for states in parts]
+
+    def _pass(self, requests: Sequence[Request]) -> torch.Tensor:
+        """One forward pass: hidden states `[tokens, hidden]`, a copy."""
+        body, report = self._body, self.report
+        assert body is not None
+        tokens = sum(request.length for request in requests)
+        rows = self._ladder.rows(tokens)
+        paged = any(request.prefix for request in requests)
+        report.tokens += tokens
+        report.padding += rows - tokens
+        captured = self._why_eager(requests, tokens)
+        if captured is None:
+            assert self._graphs is not None
+            found = self._graphs.get(rows, paged)
+            if not isinstance(found, str):
+                found.replay(requests)
+                self._graphs.count(found, paged)
+                return self._graphs.output[:tokens].clone()
+            captured = found
+        report.eager(captured)
+        return body.eager(body.pack(requests, rows))[:tokens]
+
+    def _why_eager(self, requests: Sequence[Request], tokens: int) -> str | None:
+        """Why no graph fits, in words that do not differ from call to call."""
+        if self._graphs is None:
+            return f"mode={self.report.mode!r}"
+        if tokens > self._ladder.largest:
+            return f"more tokens than max_tokens={self._ladder.largest}"
+        if self.report.mode == "full":
+            assert self._body is not None
+            if len(requests) > self._max_requests:
+                return f"more requests than max_requests={self._max_requests}"
+            keys = sum(request.length + request.prefix for request in requests)
+            if keys > self._body.kv_bound and self._body.cache is not None:
+                return f"more keys than max_tokens + cache_tokens={self._body.kv_bound}"
+        return None
+
+    def _check_lengths(self, opened: Prompts) -> None:
+        assert self._body is not None
+        cached, limit = self._body.cache is not None, self._model.position_limit
+        for i, prompt in enumerate(opened.prompts):
+            new, whole = len(prompt.ids), len(prompt.ids) + prompt.cached
+            if not cached and new > self._ladder.largest:
+                raise ValueError(
+                    f"prompt {i} has {new} tokens, max_tokens={self._ladder.largest}: raise it, or "
+                    "set cache_tokens= to run long prompts in chunks"
+                )
+            if limit is not None and whole > limit:
+                raise ValueError(f"prompt {i} has {whole} tokens, the model takes {limit}")
+
+    def _own(self, prompt: Prompt) -> torch.Tensor:
+        self.report.own_passes += 1
+        self.report.tokens += len(prompt.ids)
+        return self._model.own(torch.tensor(prompt.ids, device=self._model.device))
+
+    def _score(self, ids: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
+        following = torch.tensor(ids[1:], device=hidden.device)
+        parts = [
+            self._model.head(rows).float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+            for rows, tokens in zip(
+                hidden[:-1].split(HEAD_ROWS), following.split(HEAD_ROWS), strict=True
+            )
+            if len(tokens)
+        ]
+        return torch.cat(parts).cpu() if parts else torch.empty(0)
+
+    def _check_memory(self) -> None:
+        """Raises if the plan does not fit."""

@@ -1,0 +1,169 @@
+"""How a runner comes to its packed body: what attends where, which backend, and the self-test.
+
+Decides at construction only. A model that cannot be packed is declined, with the reason in the
+report; arguments that cannot be met raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from accel.prefill.attention import AttentionBackend, AttentionGroup, Unsupported
+from accel.prefill.batch import Request
+from accel.prefill.buckets import Ladder
+from accel.prefill.choice import choose
+from accel.prefill.kv_cache import KVCache
+from accel.prefill.model import PrefillModel
+from accel.prefill.packed_body import PackedBody
+from accel.prefill.reference_attention import ReferenceBackend
+from accel.prefill.report import PrefillReport
+from accel.prefill.self_test import LONG, TAIL, mismatch, prompts_for
+
+MODES = ("breakable", "full", "eager")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the runner was asked for."""
+
+    model: PrefillModel
+    ladder: Ladder
+    slots: int
+    cache_tokens: int
+    mode: str
+    attention: str
+
+
+def set_up(setup: Setup, report: PrefillReport) -> PackedBody | None:
+    """The packed body, or None if the model is declined: `report.declined` says why then."""
+    body, why = _tested_body(setup, report)
+    if body is None or why is not None:
+        report.declined, report.mode = why, "eager"
+        return None
+    report.layers, report.groups = len(body.groups), len(set(body.groups))
+    report.cache_bytes = body.cache.nbytes if body.cache else 0
+    report.workspace_bytes = body.attention.workspace_bytes if body.attention else 0
+    return body
+
+
+def _tested_body(setup: Setup, report: PrefillReport) -> tuple[PackedBody | None, str | None]:
+    if why := setup.model.objection():
+        return None, why
+    try:
+        body = _body(setup, report)
+    except Unsupported as why_not:
+        if setup.attention != "auto":
+            raise ValueError(f"attention={setup.attention!r}: {why_not}") from None
+        return None, str(why_not)
+    return body, _self_test(body, setup.ladder)
+
+
+def _body(setup: Setup, report: PrefillReport) -> PackedBody:
+    model = setup.model
+    groups, why_masked = _groups(model)
+    if why_masked is not None:
+        report.notes.append(f"attention stays the model's own, behind a mask: {why_masked}")
+        if setup.mode == "breakable":
+            report.mode = "full"
+            report.notes.append("mode='full': without attention of ours there is nothing to break")
+    backend: AttentionBackend = ReferenceBackend()
+    if groups:
+        static, paged = setup.mode == "full", bool(setup.cache_tokens)
+        kinds = list(dict.fromkeys(groups))
+        backend, passed = choose(setup.attention, model.device, kinds, static=static, paged=paged)
+        report.notes += passed
+    report.attention = backend.name if groups else "own"
+    cache = _cache(setup, groups, report)
+    bound = setup.ladder.largest + (cache.rows if cache else 0)
+    return PackedBody(
+        model,
+        groups,
+        backend,
+        rows=setup.ladder.largest,
+        slots=setup.slots,
+        cache=cache,
+        kv_bound=bound,
+    )
+
+
+def _groups(model: PrefillModel) -> tuple[list[AttentionGroup], str | None]:
+    """Every layer's attention group, in the body's order: seen in a body call with nothing in it.
+    Or, if attention cannot be taken over, none, and why."""
+    found: list[AttentionGroup] = []
+
+    def look(
+        group: AttentionGroup,
+        sinks: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        found.append(group)
+        return q.new_zeros(q.shape[0], group.heads, group.value_dim)
+
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    try:
+        model.body(ids, ids, look)
+    except Unsupported as why:
+        return [], str(why)
+    if not found:
+        raise Unsupported("no layer asked for attention")
+    return found, None
+
+
+def _cache(setup: Setup, groups: Sequence[AttentionGroup], report: PrefillReport) -> KVCache | None:
+    if not setup.cache_tokens:
+        return None
+    why = None
+    if not groups:
+        why = "attention is the model's own"
+    elif any(group.head_dim != group.value_dim for group in groups):
+        why = "keys and values differ in width (latent attention)"
+    if why is not None:
+        report.notes.append(f"nothing is cached: {why}")
+        return None
+    shapes = [(group.kv_heads, group.head_dim, group.value_dim) for group in groups]
+    return KVCache(shapes, setup.cache_tokens, groups[0].dtype, setup.model.device)
+
+
+def _self_test(body: PackedBody, ladder: Ladder) -> str | None:
+    model, layers = body.model, len(body.groups)
+
+    def packed(prompts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+        lengths = [len(prompt) for prompt in prompts]
+        batch = body.pack([Request(tuple(prompt)) for prompt in prompts], ladder.rows(sum(lengths)))
+        hidden: torch.Tensor = body.eager(batch)[: sum(lengths)]
+        return list(hidden.split(lengths))
+
+    def chunked(prompts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+        return [_in_chunks(body, ladder, prompt) for prompt in prompts]
+
+    try:
+        prompts = prompts_for(model, ladder.largest)
+        why = mismatch(model, prompts, packed, layers, "packed")
+        if why is None and body.cache is not None:
+            limit = min(body.cache.rows, model.position_limit or body.cache.rows)
+            long = min(limit, max(LONG, model.horizon + TAIL))
+            prompt = (prompts[1] * long)[:long] if len(prompts) > 1 else prompts[0]
+            why = mismatch(model, [prompt], chunked, layers, "in chunks")
+        return why
+    except Unsupported as why_not:
+        return str(why_not)
+
+
+def _in_chunks(body: PackedBody, ladder: Ladder, prompt: Sequence[int]) -> torch.Tensor:
+    """One prompt's hidden states, its keys and values cached chunk by chunk."""
+    cache = body.cache
+    assert cache is not None
+    pages = cache.take(-(-len(prompt) // cache.page_size))
+    chunk = max(1, min(ladder.largest, len(prompt) // 2))
+    states = []
+    for start in range(0, len(prompt), chunk):
+        ids = tuple(prompt[start : start + chunk])
+        batch = body.pack([Request(ids, start, pages)], ladder.rows(len(ids)))
+        states.append(body.eager(batch)[: len(ids)].clone())
+    cache.release(pages)
+    return torch.cat(states)

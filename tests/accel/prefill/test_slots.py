@@ -1,0 +1,80 @@
+"""Slots and packed batches: sentinels, positions, where keys are written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel.prefill.batch import Buffers, Request, pack
+from accel.prefill.kv_cache import CacheFull, KVCache
+from accel.prefill.slots import fill_slots
+
+
+def new_cache(device: torch.device, tokens: int = 64) -> KVCache:
+    return KVCache([(2, 4, 4), (1, 4, 4)], tokens, torch.float32, device)
+
+
+def test_a_sentinel_is_a_request_of_length_zero() -> None:
+    host = fill_slots([3], [0], [()], slots=3, page_size=16)
+    assert host.q_indptr.tolist() == host.kv_indptr.tolist() == [0, 3, 3, 3]
+    assert host.page_indptr.tolist() == [0, 0, 0, 0]
+    assert host.last_page_len.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("keys, last", [(16, 16), (17, 1), (1, 1), (31, 15)])
+def test_the_last_page_is_never_counted_empty(keys: int, last: int) -> None:
+    pages = tuple(range(-(-keys // 16)))
+    host = fill_slots([1], [keys - 1], [pages], slots=1, page_size=16)
+    assert host.last_page_len.tolist() == [last]
+
+
+def test_more_requests_than_slots_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 requests do not fit 1 slots"):
+        fill_slots([1, 1], [0, 0], [(), ()], slots=1, page_size=16)
+
+
+def test_padding_is_written_to_the_dummy_row(device: torch.device) -> None:
+    cache = new_cache(device)
+    pages = cache.take(2)
+    batch = pack([Request((7, 8, 9), 15, pages)], 5, device, cache=cache, kv_bound=20)
+    first, second = pages[0] * 16, pages[1] * 16
+    assert batch.writes.tolist() == [first + 15, second, second + 1] + [cache.dummy_row] * 2
+    assert batch.positions.tolist() == [[15, 16, 17, 0, 0]]
+    keys = [*range(first, first + 16), second, second + 1]
+    assert batch.kv_rows.tolist() == keys + [cache.dummy_row] * 2
+
+
+def test_buffers_keep_their_addresses_and_lose_old_rows(device: torch.device) -> None:
+    buffers = Buffers.new(6, device, slots=2)
+    long = pack([Request((1, 2, 3)), Request((4, 5))], 6, device, slots=2, into=buffers)
+    address = long.ids.data_ptr(), long.device.q_indptr.data_ptr()
+    short = pack([Request((9,))], 6, device, slots=2, into=buffers)
+    assert (short.ids.data_ptr(), short.device.q_indptr.data_ptr()) == address
+    assert short.ids.tolist() == [[9, 0, 0, 0, 0, 0]]
+    assert short.device.q_indptr.tolist() == [0, 1, 1]
+
+
+def test_pages_are_counted(device: torch.device) -> None:
+    cache = new_cache(device)
+    pages = cache.take(3)
+    cache.share(pages[:1])
+    cache.release(pages)
+    assert cache.free_tokens == 48
+    cache.release(pages[:1])
+    assert cache.free_tokens == 64
+
+
+def test_a_full_cache_says_how_full(device: torch.device) -> None:
+    cache = new_cache(device)
+    cache.take(3)
+    with pytest.raises(CacheFull, match=r"48 of 64 tokens and 32 more.*cache_tokens="):
+        cache.take(2)
+    assert cache.free_tokens == 16
+
+
+def test_a_page_is_copied_in_every_layer(device: torch.device) -> None:
+    cache = new_cache(device)
+    cache.keys(1)[0].fill_(3)
+    cache.values(0)[0].fill_(4)
+    cache.copy_page(0, 2)
+    assert cache.keys(1)[2].eq(3).all().item() and cache.values(0)[2].eq(4).all().item()
