@@ -23,6 +23,8 @@ from torch import Tensor
 
 from accel.backend import register_backend
 from accel.memory import Pool
+from accel.patches.caches import opened
+from accel.patches.shims import shimmed
 from accel.pipelines.tiny import FAMILIES, FLEX_FAMILIES
 from accel.pipelines.tiny_family import Family
 from accel.pipelines.versions import installed
@@ -66,9 +68,23 @@ recorded, {declined} are declined with a reason, {elsewhere} do not run on this 
 - **remarks**: why a family is declined, or why more calls than these two were eager.
 
 Which exported denoisers have no family, and why, is written in `tests/pipelines/test_tiny.py`.
+What [shims](#shims) do is part of the table; what they save is in the one after it.
 
 | family | class | segments | breaks | recorded | replayed | eager | remarks |
 |---|---|---|---|---|---|---|---|
+"""
+SHIMS = """
+## Shims
+
+A recording is spared breaks whose outcome Python can foresee: by shims for a few classes, and in
+any class that gives all rows of a boolean mask one value (`patches/shims.py`). Caches among the
+arguments are keyed by what is in them, where as objects they would make every call eager
+(`patches/caches.py`). Eager calls run the plain class; recordings are equal to it bit for bit, here
+too. The families for which that makes a difference, without → with: the last recording's segments
+and breaks, and how many of the {calls} calls were replays.
+
+| family | segments | breaks | replayed |
+|---|---|---|---|
 """
 
 
@@ -84,6 +100,18 @@ class Row:
     family: Family
     report: PartReport | None = None
     unfit: str | None = None
+    without: PartReport | None = None
+    """Of a runner without shims."""
+
+    def difference(self) -> str | None:
+        """The row of the table of shims, if they make a difference."""
+        if self.report is None or self.without is None:
+            return None
+        pairs = list(zip(_last(self.without), _last(self.report), strict=True))
+        if all(without == with_shims for without, with_shims in pairs):
+            return None
+        cells = [self.name, *(f"{without} → {with_shims}" for without, with_shims in pairs)]
+        return f"| {' | '.join(cells)} |"
 
     def line(self) -> str:
         """The row of the table."""
@@ -98,22 +126,31 @@ class Row:
 
 
 def run(name: str, family: Family) -> Row:
-    """Calls a family through a runner. Raises AssertionError where a result is not eager's."""
+    """Calls a family through runners, as `patch` would and without shims. Raises AssertionError
+    where a result is not eager's."""
     register_backend("sim", new_device())
     device = torch.device("sim:0")
     plain, watched = family.make(seed=0), family.make(seed=0).to(device)
-    runner = GraphRunner(watched, pool=Pool(device), capture="always", module=watched, name=name)
+
+    bare = family.make(seed=0).to(device)
+    options: dict[str, Any] = {"capture": "always", "name": name}
+    forward = shimmed(watched.forward, watched)
+    runner = GraphRunner(forward, pool=Pool(device), module=watched, **options)
+    without = GraphRunner(bare, pool=Pool(device), module=bare, **options)
     for seed, variant in CALLS:
         with torch.no_grad():
-            expected = plain(**family.inputs(seed, variant))
+            place, expected = f"{name}({seed=}, {variant=})", plain(**family.inputs(seed, variant))
             try:
-                result = runner(**_moved(family.inputs(seed, variant), device))
+                _, given = opened((), _moved(family.inputs(seed, variant), device))
+                result = runner(**given)
             except ValueError as error:
                 if not runner.report.captures and "sim device" in str(error):  # eager raised it
                     return Row(name, family, unfit=_cell(str(error).partition(".")[0]))
                 raise
-        assert_same(_moved(result, "cpu"), expected, place=f"{name}({seed=}, {variant=})")
-    return Row(name, family, runner.report)
+            assert_same(_moved(result, "cpu"), expected, place=place)
+            result = without(**_moved(family.inputs(seed, variant), device))
+            assert_same(_moved(result, "cpu"), expected, place=f"{place} without shims")
+    return Row(name, family, runner.report, without=without.report)
 
 
 def page(rows: list[Row], date: str) -> str:
@@ -133,11 +170,21 @@ def page(rows: list[Row], date: str) -> str:
         declined=len(ran) - recorded,
         elsewhere=len(rows) - len(ran),
     )
-    return head + "".join(f"{row.line()}\n" for row in rows)
+    differences = [line for row in rows if (line := row.difference()) is not None]
+    lines = [row.line() for row in rows]
+    tables = [head, *lines, SHIMS.format(calls=len(CALLS)), *differences]
+    return "".join(part if part.endswith("\n") else f"{part}\n" for part in tables)
 
 
 def _moved(tree: Any, device: torch.device | str) -> Any:
     return map_tree(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)
+
+
+def _last(report: PartReport) -> tuple[Any, ...]:
+    """Segments and breaks of the last recording, and replays."""
+    graph = report.graphs[-1] if report.graphs else None
+    counts = ("-", "-") if graph is None else (graph.segments, len(graph.breaks))
+    return *counts, report.replays
 
 
 def _segments(report: PartReport) -> str:

@@ -31,9 +31,12 @@ def undated(page: Path) -> list[str]:
     return [line for line in lines if not line.startswith("Made on ")]
 
 
-def rows(page: Path) -> list[list[str]]:
-    """The cells of the table's rows, without its head."""
-    table = [line for line in undated(page) if line.startswith("| ")][1:]
+def rows(page: Path, number: int = 0) -> list[list[str]]:
+    """The cells of the rows of one of the two tables, without its head."""
+    lines = undated(page)
+    half = lines.index("## Shims")
+    lines = lines[half:] if number else lines[:half]
+    table = [line for line in lines if line.startswith("| ")][1:]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
 
 
@@ -58,6 +61,17 @@ def test_a_family_that_is_not_recorded_has_a_remark() -> None:
     for name, _, segments, _, recorded, _, _, remark in rows(PAGE):
         assert (segments == "-") == (recorded in ("0", "-")), name
         assert segments != "-" or remark != "-", name
+
+
+def test_shims_only_save() -> None:
+    known, saved = {row[0] for row in rows(PAGE)}, rows(PAGE, 1)
+    assert len(saved) >= 8
+    for name, _, breaks, replayed in saved:
+        assert name in known
+        without, now = breaks.split(" → ")
+        assert without == "-" or int(now) < int(without), name
+        before, after = map(int, replayed.split(" → "))
+        assert after > before or without != "-", name
 
 
 def test_breaks_name_lines_of_diffusers() -> None:
