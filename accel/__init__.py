@@ -1,19 +1,20 @@
-"""accel: breakable CUDA graphs for diffusers pipelines.
+"""accel: breakable CUDA graphs for diffusers pipelines and LLM prefill.
 
-This module knows only names: `patch`, `unpatch`, `report`, `verify` and `warm` are imported when
-first used, so that `import accel` brings in neither diffusers nor transformers.
+This module knows only names: `patch`, `unpatch`, `report`, `verify`, `warm` and `prefill_runner`
+are imported when first used, so that `import accel` brings in neither diffusers nor transformers.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accel.patches.llm import prefill_runner
     from accel.patches.pipeline import patch, report, unpatch
     from accel.patches.verification import verify
     from accel.patches.warming import warm
 
 __version__ = "0.1.0"
-__all__ = ["patch", "report", "unpatch", "verify", "warm"]
+__all__ = ["patch", "prefill_runner", "report", "unpatch", "verify", "warm"]
 
 _LAZY = {
     "patch": "pipeline",
@@ -21,6 +22,7 @@ _LAZY = {
     "report": "pipeline",
     "verify": "verification",
     "warm": "warming",
+    "prefill_runner": "llm",
 }
 
 

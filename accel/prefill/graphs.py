@@ -6,7 +6,7 @@ largest is captured first, so that the others find their memory in what it left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -39,7 +39,7 @@ class Graphs:
         self._guard = WeightGuard(model.module, pool.backend)
         self._captured: dict[tuple[int, bool], Captured] = {}
         self._failed: dict[tuple[int, bool], str] = {}
-        self._state: Hashable = None
+        self._state: object = None
         pool.tenants.add(self)
 
     def get(self, bucket: int, paged: bool) -> Captured | str:

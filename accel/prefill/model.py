@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -60,7 +60,7 @@ class PrefillModel(Protocol):
     def capturing(self) -> AbstractContextManager[Any]:
         """Around every capture: modules that cannot be recorded are breaks meanwhile."""
 
-    def state(self) -> Hashable:
+    def state(self) -> object:
         """What, besides weights, captured work depends on. Graphs of another state are dropped."""
 
     def generate_kwargs(

@@ -63,5 +63,6 @@ def mismatch(
 def _errors(ours: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Relative error of each token's hidden state, on the host."""
     difference: torch.Tensor = (ours.float() - own.float()).norm(dim=-1)
-    relative: torch.Tensor = difference / own.float().norm(dim=-1)
+    # A prompt of padding tokens alone can be all zeros.
+    relative: torch.Tensor = difference / own.float().norm(dim=-1).clamp(min=1e-30)
     return relative.cpu()

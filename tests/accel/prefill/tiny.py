@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -127,7 +127,7 @@ class TinyModel:
             raise self.fails_in_capture("the capture was refused")
         return contextlib.nullcontext()
 
-    def state(self) -> Hashable:
+    def state(self) -> object:
         return self.setting
 
     def generate_kwargs(

@@ -1,0 +1,272 @@
+"""A transformers causal LM behind `accel.prefill`: `prefill_runner` makes the runner.
+
+Knows how transformers models are put together (a decoder, a head, configs, caches, rotary modules,
+experts), not any family: whatever a model does that packing cannot honour is found by the hook, the
+self-test, or both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.graph import as_break
+from accel.patches.attention import attending, implementation
+from accel.patches.state import StateProbe
+from accel.prefill.attention import AttentionGroup
+from accel.prefill.model import Attend
+from accel.prefill.runner import PrefillRunner
+
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+"""One lock per decoder: two runners of one model must not set its attention at the same time."""
+_rerouted = threading.local()
+
+
+def prefill_runner(
+    model: nn.Module,
+    *,
+    max_tokens: int = 8192,
+    max_requests: int = 16,
+    cache_tokens: int = 0,
+    mode: str = "breakable",
+    attention: str = "auto",
+    buckets: Sequence[int] | None = None,
+) -> PrefillRunner:
+    """A runner that prefills prompts of a transformers causal LM by graphs.
+
+    `model` is the LM, on its device, as loaded; it is not changed. `max_tokens` is the largest
+    batch in tokens, and the chunk size of longer prompts; `max_requests` the most prompts per batch
+    in `mode="full"`; `cache_tokens` how many tokens' keys and values can be kept, for prefixes,
+    chunks and `generate` (0: none). `mode` is "breakable", "full" or "eager"; `attention` "auto",
+    "flashinfer", "torch" or "reference"; `buckets` the sizes to pad batches to. Raises ValueError
+    for arguments that cannot be met. A model that cannot be packed runs as it is, prompt by prompt:
+    `runner.report.declined` says why.
+
+    >>> runner = accel.prefill_runner(model)                             # doctest: +SKIP
+    >>> runner([[1, 15043, 3186], [1, 3924]]).logits.shape               # doctest: +SKIP
+    torch.Size([2, 32000])
+    """
+    return PrefillRunner(
+        TransformersModel(model),
+        max_tokens=max_tokens,
+        max_requests=max_requests,
+        cache_tokens=cache_tokens,
+        mode=mode,
+        attention=attention,
+        buckets=buckets,
+    )
+
+
+class TransformersModel:
+    """`accel.prefill.model.PrefillModel` of a transformers model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if not hasattr(model, "get_decoder") or not hasattr(model, "config"):
+            raise ValueError(f"{type(model).__name__} is no transformers causal LM")
+        self._model: Any = model
+        self._decoder: Any = model.get_decoder()
+        config = self._decoder.config
+        embeddings = self._decoder.get_input_embeddings().weight
+        self.module = model
+        self.name = type(model).__name__
+        self.device, self.dtype = embeddings.device, self._decoder.dtype
+        self.hidden_size, self.vocab_size = config.hidden_size, embeddings.shape[0]
+        self._rotary = [m for m in self._decoder.modules() if hasattr(m, "rope_type")]
+        self.position_limit = _position_limit(config, self._rotary)
+        self.horizon = _horizon(config)
+        self._probe = StateProbe(model)
+        self._lock = _locks.setdefault(self._decoder, threading.RLock())
+        self._capped = False
+
+    def objection(self) -> str | None:
+        """As `PrefillModel.objection`."""
+        if any("dynamic" in kind for kind in _rope_types(self._rotary)):
+            return "dynamic RoPE: its frequencies follow the longest prompt that was ever seen"
+        return self._probe.veto()
+
+    def body(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """As `PrefillModel.body`."""
+
+        def noting(group: AttentionGroup, *tensors: Any) -> torch.Tensor:
+            self._capped |= group.softcap is not None
+            return attend(group, *tensors)
+
+        with self._lock, attending(self._decoder, noting):
+            return self._hidden(input_ids=ids, position_ids=positions)
+
+    def masked_body(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """As `PrefillModel.masked_body`: a 4-D mask is taken as it is."""
+        with self._lock, implementation(self._decoder, "sdpa"):
+            return self._hidden(input_ids=ids, position_ids=positions, attention_mask=mask)
+
+    def own(self, ids: torch.Tensor) -> torch.Tensor:
+        """As `PrefillModel.own`. Before transformers 5.24 `sdpa` leaves a soft-cap out without a
+        word; then the attention written out in the model's file is its own."""
+        config = self._decoder.config
+        silent = self._capped and config._attn_implementation == "sdpa"
+        written_out = implementation(self._decoder, "eager") if silent else contextlib.nullcontext()
+        with self._lock, written_out:
+            return self._hidden(input_ids=ids[None])[0]
+
+    def _hidden(self, **inputs: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self._decoder(**inputs, use_cache=False).last_hidden_state
+        return hidden
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `PrefillModel.head`: the model's own forward around a decoder that returns `hidden`.
+        A model without a head returns what it got."""
+        if self._decoder is self._model:
+            return hidden
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=self.device)
+        with self._lock, _returning(self._decoder, hidden[None]):
+            logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits
+        return logits[0]
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """As `PrefillModel.capturing`: experts that wait for the device, and rotary modules that
+        read the longest position, are breaks meanwhile."""
+        waiting = [m for m in self._decoder.modules() if _waits(m, self.device, self.dtype)]
+        with self._lock, contextlib.ExitStack() as stack:
+            for module in waiting:
+                forward = as_break(module.forward, pure=True, kind="module")
+                stack.enter_context(_forward_of(module, forward))
+            yield
+
+    def state(self) -> Any:
+        """As `PrefillModel.state`: hooks, adapters and their scales, plain attributes."""
+        return self._probe()
+
+    def generate_kwargs(
+        self,
+        prompts: Sequence[Sequence[int]],
+        first_tokens: Sequence[int],
+        keys_values: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
+    ) -> dict[str, Any]:
+        """As `PrefillModel.generate_kwargs`: prompts padded on the left, as `generate` wants them."""
+        from transformers import DynamicCache
+
+        longest = max(map(len, prompts))
+        ids = [
+            [0] * (longest - len(p)) + [*p, f] for p, f in zip(prompts, first_tokens, strict=True)
+        ]
+        mask = [[0] * (longest - len(p)) + [1] * (len(p) + 1) for p in prompts]
+        cache = DynamicCache(config=self._decoder.config)
+        for layer, of_prompts in enumerate(zip(*keys_values, strict=True)):
+            keys, values = (
+                torch.stack([_padded(pair[which], longest) for pair in of_prompts])
+                for which in (0, 1)
+            )
+            cache.update(keys, values, layer)
+        name = "cache" if "cache" in inspect.signature(self._model.forward).parameters else None
+        return {
+            "input_ids": torch.tensor(ids, device=self.device),
+            "attention_mask": torch.tensor(mask, device=self.device),
+            name or "past_key_values": cache,
+        }
+
+
+def _padded(states: torch.Tensor, length: int) -> torch.Tensor:
+    """`[tokens, heads, dim]` as `[heads, length, dim]`, zeros in front."""
+    padding = (0, 0, length - states.shape[0], 0)
+    return nn.functional.pad(states.transpose(0, 1), padding)
+
+
+def _rope_types(rotary: Sequence[Any]) -> set[str]:
+    kinds: set[str] = set()
+    for module in rotary:
+        named = module.rope_type
+        kinds |= set(named.values()) if isinstance(named, dict) else {named}
+    return kinds
+
+
+def _position_limit(config: Any, rotary: Sequence[Any]) -> int | None:
+    """Where packing ends: with a table of positions, the table; with `longrope`, the length from
+    which on a whole batch gets other frequencies."""
+    if not rotary:
+        return getattr(config, "max_position_embeddings", None)
+    if "longrope" not in _rope_types(rotary):
+        return None
+    found = _values(getattr(config, "rope_parameters", None), "original_max_position_embeddings")
+    found += [x for x in [getattr(config, "original_max_position_embeddings", None)] if x]
+    return min(found, default=config.max_position_embeddings)
+
+
+def _values(tree: Any, name: str) -> list[int]:
+    """Every value under `name` in nested dicts."""
+    if not isinstance(tree, dict):
+        return []
+    mine = [tree[name]] if tree.get(name) else []
+    return mine + [x for child in tree.values() for x in _values(child, name)]
+
+
+def _horizon(config: Any) -> int:
+    """The longest window or chunk that the config names."""
+    named = (x for key, x in vars(config).items() if "window" in key or "chunk" in key)
+    return max((x for x in named if isinstance(x, int) and not isinstance(x, bool)), default=0)
+
+
+def _waits(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the host waits for the device in a module's forward, so that it cannot be recorded.
+
+    Grouped matrix products read their offsets on the device from sm90 on, in bf16.
+    """
+    if "longrope" in _rope_types([module] if hasattr(module, "rope_type") else []):
+        return not _longrope_stays_on_device()
+    if not hasattr(module, "is_transposed") or not hasattr(module, "has_bias"):
+        return False  # not what transformers' decorator for experts makes
+    kind = getattr(module.config, "_experts_implementation", None)
+    if kind == "grouped_mm":
+        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        return not (hopper and dtype == torch.bfloat16)
+    return kind != "batched_mm"
+
+
+def _longrope_stays_on_device() -> bool:
+    """From transformers 5.24 on."""
+    import transformers
+
+    return tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+
+
+@contextlib.contextmanager
+def _forward_of(module: nn.Module, forward: Any) -> Iterator[None]:
+    """While open, `module` has this forward of its own; what it had comes back after."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+@contextlib.contextmanager
+def _returning(decoder: nn.Module, hidden: torch.Tensor) -> Iterator[None]:
+    """While open, `decoder` in this thread computes nothing and returns `hidden`."""
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    original, _rerouted.hidden = decoder.forward, hidden
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        mine = getattr(_rerouted, "hidden", None)
+        if mine is None:
+            return original(*args, **kwargs)
+        return MoeModelOutputWithPast(last_hidden_state=mine)
+
+    try:
+        with _forward_of(decoder, forward):
+            yield
+    finally:
+        _rerouted.hidden = None
