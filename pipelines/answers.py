@@ -50,8 +50,8 @@ def difference(ours: Sequence[Tensor], own: Sequence[Tensor], *, scores: bool) -
     """How far two readings of the same texts are apart: the largest difference of a
     log-probability, and, of next tokens, how many texts have the same most likely one."""
     if scores:
-        pairs = zip(ours, own, strict=True)
-        gaps = [(a.float() - b.float()).abs().max().item() for a, b in pairs if len(a)]
+        rows = zip(ours, own, strict=True)
+        gaps = [(a - b.to(a.device)).abs().max().item() for a, b in rows if len(a)]
         return {"largest_log_probability": max(gaps, default=0.0)}
     one, other = ([row.float().log_softmax(-1) for row in rows] for rows in (ours, own))
     pairs = list(zip(one, other, strict=True))

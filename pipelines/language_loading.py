@@ -109,8 +109,8 @@ def _tokenizer(model: LanguageModel, trust: Trust) -> Any:
     if not any(file for name in VOCABULARIES for file in model.folder.glob(name)):
         # transformers would make one that knows no word.
         raise BadInput(
-            f"--model {model.name}: there is no tokenizer in that folder (tokenizer.json or another "
-            "vocabulary): save one beside the weights"
+            f"--model {model.name}: there is no tokenizer in that folder (tokenizer.json or "
+            "another vocabulary): save one beside the weights"
         )
     try:
         return AutoTokenizer.from_pretrained(

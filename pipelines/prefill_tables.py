@@ -25,6 +25,36 @@ def print_prefill(result: dict[str, Any]) -> None:
         say(console, line)
 
 
+def print_plan(result: dict[str, Any]) -> None:
+    """Draws what `prefill_plan.plan` told: a row a ceiling, then what there is room for."""
+    console = new_console()
+    say(console, f"{result['model']}, {result['dtype']}: weights {_size(result['weight_bytes'])}")
+    table = Table("graphs up to", "activations", "shared output", "with weights", "room here")
+    for row in result["ceilings"]:
+        names = ("activation_bytes", "output_bytes", "total_bytes")
+        room = {True: "yes", False: "NO", None: "-"}[row["fits"]]
+        table.add_row(f"{row['tokens']:,} tokens", *(_size(row[name]) for name in names), room)
+    console.print(table)
+    say(console, _room(result))
+
+
+def _room(result: dict[str, Any]) -> str:
+    if result["free_bytes"] is None:
+        return f"no graphs on {result['device']}: what there is room for is told on a GPU"
+    free = f"{_size(result['free_bytes'])} free on {result['device']}"
+    aside = f"{_size(result['library_bytes'])} of it set aside for libraries"
+    largest, wanted = result["largest_that_fits"], result["max_tokens"]
+    if largest is None:
+        return f"{free}, {aside}: no room for any graph"
+    if largest < wanted:
+        return f"{free}, {aside}: take --max-tokens {largest}, there is no room for {wanted:,}"
+    return f"{free}, {aside}: room for all of them"
+
+
+def _size(count: int) -> str:
+    return gib(count) if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
 def _shortened(prompt: str) -> str:
     line = " ".join(prompt.split())
     return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
@@ -88,10 +118,11 @@ def _graphs(report: dict[str, Any]) -> Iterator[str]:
         seconds = sum(bucket["seconds"] for bucket in report["buckets"])
         yield (
             f"captured {_count(len(report['buckets']), 'graph')} in {seconds:.2f} s; pool "
-            f"{gib(report['pool_bytes'])}, shared output {gib(report['output_bytes'])}, "
-            f"buffers {gib(report['buffer_bytes'])}"
+            f"{_size(report['pool_bytes'])}, shared output {_size(report['output_bytes'])}, "
+            f"buffers {_size(report['buffer_bytes'])}"
         )
-    for reason, times in report["reasons"].items():
+    # In mode eager every pass is, and that is no news.
+    for reason, times in report["reasons"].items() if report["mode"] != "eager" else ():
         yield f"eager x{times}: {reason}"
     yield from report["notes"]
 

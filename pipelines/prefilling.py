@@ -61,19 +61,23 @@ def fulfil(order: Order) -> dict[str, Any]:
 
         if order.quiet:
             language_loading.quiet()
+        if order.plan:
+            return _planned(order, model, where)
         with status_shown() as tell:
             tell(f"loading {order.model}")
             speaker = language_loading.load(model, where, trust=order.trust)
         texts = tokenized(speaker, order.prompts, order.max_tokens)
         with _told_in_one_line(order):
-            return {**_circumstances(order, speaker), **_answered(order, speaker, texts)}
+            return {**_circumstances(order, where), **_answered(order, speaker, texts)}
 
 
 def _found(order: Order) -> tuple[language_models.LanguageModel, loading.Placement]:
     """Model and device: a folder is looked at before torch is loaded, a hub is asked last."""
     here = not is_hub_id(order.model)
     model = language_models.resolve(order.model, order.trust) if here else None
-    where = loading.placement(order.device, order.dtype or "auto")
+    # A plan is about a GPU, wherever it is made.
+    dtype = order.dtype or ("bfloat16" if order.plan else "auto")
+    where = loading.placement(order.device, dtype)
     _refuse_attention(order, where)
     return model or language_models.resolve(order.model, order.trust), where
 
@@ -117,17 +121,18 @@ def _answered(order: Order, speaker: Speaker, texts: list[Text]) -> dict[str, An
         return {
             **_answers(order, speaker, texts, ours, own),
             "batches": len(groups),
-            "report": asdict(runner.report),
+            # What dataclasses make of a Counter is a Counter of pairs.
+            "report": {**asdict(runner.report), "reasons": dict(runner.report.reasons)},
         }
     finally:
         runner.close()
 
 
 def _runner(order: Order, speaker: Speaker) -> Any:
-    import accel
+    from accel.patches.llm import prefill_runner
 
     graphs = speaker.where.device.type == "cuda"
-    return accel.prefill_runner(
+    return prefill_runner(
         speaker.model,
         max_tokens=order.max_tokens,
         max_requests=order.max_requests,
@@ -152,9 +157,12 @@ def _ways(order: Order, speaker: Speaker, runner: Any) -> tuple[Way, Way | None]
     from accel.pipelines import own_forward
 
     model, device = speaker.model, speaker.where.device
-    ours = Way(runner.score if order.score else lambda ids: runner(ids).logits)
-    read = own_forward.scores if order.score else own_forward.last_logits
-    return ours, Way(lambda ids: read(model, ids, device)) if order.compare else None
+    if order.score:
+        ours, own = Way(runner.score), Way(lambda ids: own_forward.scores(model, ids, device))
+    else:
+        ours = Way(lambda ids: list(runner(ids).logits))
+        own = Way(lambda ids: list(own_forward.last_logits(model, ids, device)))
+    return ours, own if order.compare else None
 
 
 def _answers(
@@ -166,7 +174,8 @@ def _answers(
         told = [answers.score(speaker, text, row) for text, row in pairs]
     else:
         told = [answers.next_tokens(speaker, text, row, order.top) for text, row in pairs]
-    result = {"prompts": told, "tokens": tokens, "prefill": ours.to_dict(tokens), "own": None}
+    result: dict[str, Any] = {"prompts": told, "tokens": tokens}
+    result |= {"prefill": ours.to_dict(tokens), "own": None}
     if own is not None:
         result["own"] = own.to_dict(tokens)
         result["ratio"] = result["own"]["median_s"] / result["prefill"]["median_s"]
@@ -174,27 +183,38 @@ def _answers(
     return result
 
 
-def _circumstances(order: Order, speaker: Speaker) -> dict[str, Any]:
+def _planned(
+    order: Order, model: language_models.LanguageModel, where: loading.Placement
+) -> dict[str, Any]:
+    from accel.pipelines import prefill_plan
+
+    found = prefill_plan.plan(model, where, order.max_tokens, order.trust)
+    return {**_circumstances(order, where), "max_tokens": order.max_tokens, **found}
+
+
+def _circumstances(order: Order, where: loading.Placement) -> dict[str, Any]:
     return {
         "command": shlex.join(["accel", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": versions.installed("python"), **versions.made_with()},
-        "device": machine.device_name(speaker.where.device),
+        "device": machine.device_name(where.device),
         "processor": machine.processor(),
         "model": order.model,
-        "dtype": speaker.where.dtype_name,
+        "dtype": where.dtype_name,
     }
 
 
 @contextlib.contextmanager
 def _told_in_one_line(order: Order) -> Iterator[None]:
     """What the runner refuses, and memory that is not there, in words that name an option."""
-    from accel.prefill.attention import Unsupported
-
     try:
         yield
-    except Unsupported as error:
-        raise BadInput(f"--attention {order.attention}: {first_line(error)}") from error
+    except ValueError as error:  # an argument that cannot be met: named, with its value, or not
+        said = first_line(error)
+        for name, value in (("attention", order.attention), ("max_tokens", order.max_tokens)):
+            option = f"--{name.replace('_', '-')} {value}"
+            said = said.replace(f"{name}={value!r}", option)
+        raise BadInput(said if said.startswith("--") else f"{order.model}: {said}") from error
     except Exception as error:
         if is_out_of_memory(error):
             raise AccelError(

@@ -16,11 +16,12 @@ def test_help_names_every_command(accel_cli: Cli) -> None:
         done = accel_cli(*arguments)
         assert (done.code, done.err) == (0, "")
         assert all(
-            name in done.out for name in ("generate", "bench", "verify", "explain", "doctor")
+            name in done.out
+            for name in ("generate", "bench", "verify", "explain", "prefill", "doctor")
         )
 
 
-@pytest.mark.parametrize("command", ["generate", "bench", "verify", "explain", "doctor"])
+@pytest.mark.parametrize("command", ["generate", "bench", "verify", "explain", "prefill", "doctor"])
 def test_every_command_has_help(accel_cli: Cli, command: str) -> None:
     done = accel_cli(command, "--help")
     assert (done.code, done.err) == (0, "")
@@ -57,6 +58,8 @@ def test_help_and_mistakes_are_answered_without_loading_torch() -> None:
     lines += [["generate", "x", "--dtype", "int8"], ["generate", "x", "--lora", "nowhere"]]
     lines += [["bench", "nosuch"], ["verify", "nosuch"], ["explain", "nosuch"]]
     lines += [["generate", "x", "--set", "seed=1"], ["generate", "x", "--size", "64"]]
+    lines += [["prefill", "x", "--model", "nowhere"], ["prefill", ""], ["prefill"]]
+    lines += [["prefill", "x", "--mode", "fast"], ["prefill", "x", "--attention", "y"]]
     script = (
         "import json, sys\n"
         "from accel.pipelines.cli import main\n"
@@ -71,7 +74,7 @@ def test_help_and_mistakes_are_answered_without_loading_torch() -> None:
         check=True,
         timeout=120,
     )
-    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 0] + [2] * 11, []]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 0] + [2] * 16, []]
 
 
 def test_the_installed_command_ends_with_the_exit_code() -> None:

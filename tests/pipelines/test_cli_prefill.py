@@ -1,0 +1,295 @@
+"""`accel prefill` on the machine that the tests run on: answers, scores, refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from accel.pipelines import prefilling
+from accel.pipelines.demo_lm.corpus import held_out_captions, shuffled
+
+Cli = Callable[..., Any]
+
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+FEW = ("--max-tokens", "256", "--repeats", "1")
+EAGERLY = "accel: no graphs on cpu: the model runs eagerly"
+NOTED = [EAGERLY] if HERE == "cpu" else []
+
+
+def _json(done: Any) -> dict[str, Any]:
+    assert done.code == 0, done.err
+    assert done.err.splitlines() == NOTED
+    result: dict[str, Any] = json.loads(done.out)
+    return result
+
+
+def test_a_prompt_gets_its_likely_next_tokens(accel_cli: Cli) -> None:
+    done = accel_cli("prefill", "a red circle on a blue", *FEW, "--top", "3")
+    assert done.code == 0, done.err
+    assert done.err.splitlines() == NOTED
+    heading, *lines = done.out.splitlines()
+    assert heading == "a red circle on a blue (7 tokens)"
+    assert any(line.endswith("' background'") for line in lines[:3])
+    assert "1 prompt, 7 tokens, 1 batch; demo, " in done.out
+
+
+def test_json_is_all_there_is_on_stdout(accel_cli: Cli) -> None:
+    result = _json(accel_cli("prefill", "a red", "two big", *FEW, "--json"))
+    assert [p["prompt"] for p in result["prompts"]] == ["a red", "two big"]
+    for prompt in result["prompts"]:
+        values = [token["log_probability"] for token in prompt["next"]]
+        assert len(values) == 5
+        assert values == sorted(values, reverse=True)
+        assert 0 < sum(map(math.exp, values)) <= 1
+    assert len(result["prefill"]["seconds"]) == 1
+    assert result["prefill"]["tokens_per_s"] == pytest.approx(
+        result["tokens"] / result["prefill"]["median_s"]
+    )
+    assert result["own"] is None
+    assert result["report"]["declined"] is None
+
+
+def test_a_caption_scores_above_its_shuffled_words(accel_cli: Cli) -> None:
+    rng, texts = Random(2), list(islice(held_out_captions(21), 60))
+    Path("texts").write_text("\n".join([*texts, *(shuffled(t, rng) for t in texts)]))
+    result = _json(accel_cli("prefill", "--prompts", "texts", "--score", *FEW, "--json"))
+    sums = [prompt["sum"] for prompt in result["prompts"]]
+    above = sum(own > other for own, other in zip(sums[:60], sums[60:], strict=True))
+    assert above >= 57
+    assert result["batches"] > 1
+
+
+def test_a_score_is_the_sum_of_its_tokens(accel_cli: Cli) -> None:
+    result = _json(accel_cli("prefill", "a red circle", *FEW, "--score", "--json"))
+    (prompt,) = result["prompts"]
+    none, *values = [token["log_probability"] for token in prompt["scores"]]
+    assert none is None
+    assert prompt["sum"] == pytest.approx(sum(values))
+    assert prompt["mean"] == pytest.approx(sum(values) / 3)
+    assert "".join(token["token"] for token in prompt["scores"][1:]) == " a red circle"
+
+
+def test_scores_are_shown_token_by_token(accel_cli: Cli) -> None:
+    done = accel_cli("prefill", "a red circle", *FEW, "--score")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0] == "a red circle (4 tokens)"
+    assert lines[1].split() == ["-", "'<|endoftext|>'"]
+    assert lines[4].endswith("' circle'")
+    assert "mean" in lines[5] and "over 3 tokens, perplexity " in lines[5]
+
+
+@pytest.mark.parametrize("arguments", [("-",), ("--prompts", "-")])
+def test_prompts_come_from_stdin(
+    accel_cli: Cli, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("a red\n\ntwo big\n"))
+    result = _json(accel_cli("prefill", *arguments, *FEW, "--json"))
+    assert [p["prompt"] for p in result["prompts"]] == ["a red", "two big"]
+
+
+@pytest.mark.parametrize("score", [(), ("--score",)])
+def test_the_models_own_forward_agrees(accel_cli: Cli, score: tuple[str, ...]) -> None:
+    prompts = ("a red circle on a", "two big blue stars", "a")
+    done = accel_cli(
+        *("prefill", *prompts, *FEW, *score, "--compare", "--dtype", "float32", "--json"),
+        *("--attention", "reference"),
+    )
+    result = _json(done)
+    assert result["difference"]["largest_log_probability"] < 1e-3
+    assert result["ratio"] == pytest.approx(
+        result["own"]["median_s"] / result["prefill"]["median_s"]
+    )
+    if not score:
+        assert result["difference"]["same_next_token"] == 3
+
+
+def test_a_comparison_is_shown(accel_cli: Cli) -> None:
+    done = accel_cli("prefill", "a red circle", *FEW, "--compare")
+    assert done.code == 0, done.err
+    assert "the model's own forward" in done.out
+    assert "same most likely token: 1 of 1 prompt" in done.out
+
+
+@pytest.mark.parametrize("mode", ["breakable", "full", "eager"])
+def test_every_mode_says_the_same(accel_cli: Cli, mode: str) -> None:
+    done, eager = (
+        accel_cli("prefill", "a red circle", "a", *FEW, "--mode", name, "--json")
+        for name in (mode, "eager")
+    )
+    assert done.code == 0, done.err
+    assert done.err.splitlines() == ([] if mode == "eager" else NOTED)
+    assert json.loads(done.out)["prompts"] == json.loads(eager.out)["prompts"]
+
+
+def test_full_takes_as_many_prompts_at_once_as_it_has_slots(accel_cli: Cli) -> None:
+    few = ("prefill", "a", "b", "c", *FEW, "--json", "--max-requests", "2")
+    assert json.loads(accel_cli(*few, "--mode", "full").out)["batches"] == 2
+    assert json.loads(accel_cli(*few, "--mode", "breakable").out)["batches"] == 1
+
+
+BAD = {
+    "no prompt": ((), "no prompt: give one in quotes"),
+    "empty": (("",), "the prompt is empty"),
+    "twice": (("x", "--prompts", "y"), "prompts come as arguments or from --prompts, not both"),
+    "no file": (("--prompts", "y"), "--prompts y: cannot be read: No such file or directory"),
+    "a folder": (("--prompts", "."), "--prompts .: cannot be read: Is a directory"),
+    "no text": (("--prompts", "bytes"), "--prompts bytes: cannot be read: "),
+    "empty file": (("--prompts", "nothing"), "--prompts nothing: no prompt in it"),
+    "too long": (("a b c", "--max-tokens", "3"), "4 tokens, the limit is 3: --max-tokens raises"),
+    "no such model": (("x", "--model", "nowhere"), "--model nowhere: no such folder"),
+    "no such mode": (("x", "--mode", "fast"), "--mode fast: choose from breakable, full, eager"),
+    "no such attention": (("x", "--attention", "y"), "--attention y: choose from auto, reference"),
+    "no such dtype": (("x", "--dtype", "int3"), "--dtype int3: choose from auto, float32"),
+    "no such device": (("x", "--device", "abacus"), "--device abacus: no such device"),
+    "no tokens": (("x", "--max-tokens", "0"), "'--max-tokens': Input should be greater than"),
+    "no requests": (("x", "--max-requests", "0"), "'--max-requests': Input should be greater"),
+    "no rounds": (("x", "--repeats", "0"), "'--repeats': Input should be greater than"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_clear_line(accel_cli: Cli, name: str) -> None:
+    Path("bytes").write_bytes(b"\xff\xfe\xff")
+    Path("nothing").write_text("\n", encoding="utf-8")
+    arguments, words = BAD[name]
+    done = accel_cli("prefill", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.complaint
+
+
+@pytest.mark.skipif(HERE == "cuda", reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told(accel_cli: Cli) -> None:
+    done = accel_cli("prefill", "x", "--device", "cuda")
+    assert done.code == 2
+    assert "--device cpu runs without" in done.complaint
+
+
+def test_flashinfer_that_is_not_there_is_told(
+    accel_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = accel_cli("prefill", "x", "--attention", "flashinfer")
+    assert done.code == 2
+    assert done.complaint.startswith("accel: --attention flashinfer: it is not installed (pip")
+
+
+def test_out_of_memory_says_what_to_lower(accel_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(prefilling, "_ways", full)
+    done = accel_cli("prefill", "x", *FEW)
+    assert done.code == 1
+    assert "lower --max-tokens (--plan says what has room)" in done.err.splitlines()[-1]
+
+
+def test_memory_of_the_runner_is_given_back(
+    accel_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+    made = prefilling._runner
+
+    def watched(*arguments: Any) -> Any:
+        runner = made(*arguments)
+        close = runner.close
+        monkeypatch.setattr(runner, "close", lambda: (closed.append(True), close()))
+        return runner
+
+    monkeypatch.setattr(prefilling, "_runner", watched)
+    assert accel_cli("prefill", "x", *FEW).code == 0
+    assert closed == [True]
+
+
+def test_a_plan_is_told_without_prompts(accel_cli: Cli) -> None:
+    done = accel_cli("prefill", "--plan", "--max-tokens", "128")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("demo, bfloat16: weights 2.1 MiB")
+    assert "64 tokens" in done.out and "128 tokens" in done.out
+    last = done.out.splitlines()[-1]
+    assert last.endswith("room for all of them" if HERE == "cuda" else "is told on a GPU")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(HERE == "cpu", reason="no CUDA device")
+def test_graphs_take_what_the_plan_says(accel_cli: Cli) -> None:
+    arguments = ("prefill", "a red circle", "--repeats", "1", "--json")
+    report = json.loads(accel_cli(*arguments).out)["report"]
+    plan = json.loads(accel_cli("prefill", "--plan", "--json").out)
+    ceiling = plan["ceilings"][-1]
+    assert ceiling["output_bytes"] == report["output_bytes"]
+    assert report["pool_bytes"] >= ceiling["activation_bytes"] / 2
+    assert report["pool_bytes"] <= ceiling["activation_bytes"] + plan["library_bytes"]
+
+
+def _declined(folder: Path) -> Path:
+    """A language model without attention, in which packed prompts would run into each other."""
+    from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
+
+    from accel.pipelines.demo_lm import demo_lm_folder
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(demo_lm_folder())
+    config = MambaConfig(vocab_size=768, hidden_size=32, state_size=4, num_hidden_layers=2)
+    MambaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_declined_model_runs_as_it_is_and_says_why(accel_cli: Cli, tmp_path: Path) -> None:
+    folder = _declined(tmp_path / "mamba")
+    done = accel_cli("prefill", "a red", "two", "-m", folder, *FEW, "--compare", "--json")
+    assert done.code == 0, done.err
+    assert done.complaint.startswith("accel: prompts run one by one through the model's own fo")
+    result = json.loads(done.out)
+    assert result["report"]["declined"]
+    assert result["report"]["captures"] == 0
+    assert len(result["prompts"]) == 2
+
+
+def test_a_cached_model_works_while_the_hub_is_out_of_reach(
+    accel_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    from accel.pipelines import hub
+    from accel.pipelines.demo_lm import demo_lm_folder
+
+    home = tmp_path / "cache" / "models--owner--lm"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("0" * 40, encoding="utf-8")
+    shutil.copytree(demo_lm_folder(), home / "snapshots" / ("0" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "unreachable", lambda name, option: "the hub is out of reach")
+    here = accel_cli("prefill", "a red", "-m", "owner/lm", *FEW, "--mode", "eager", "--json")
+    assert here.code == 0, here.err
+    assert here.complaint == "accel: the hub is out of reach; taking owner/lm from the cache"
+    own = accel_cli("prefill", "a red", *FEW, "--mode", "eager", "--json")
+    assert json.loads(here.out)["prompts"] == json.loads(own.out)["prompts"]
+    missing = accel_cli("prefill", "a red", "-m", "owner/other", *FEW)
+    assert missing.code == 2
+    assert "neither on disk" in missing.err.splitlines()[-1]
+
+
+def test_the_examples_of_the_page_run(accel_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "prefill.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    lines = block.splitlines()
+    assert len(lines) >= 5
+    for line in lines:
+        given, _, command = line.rpartition(" | ")
+        monkeypatch.setattr("sys.stdin", io.StringIO(given))
+        done = accel_cli(*shlex.split(command)[1:])
+        assert done.code == 0, (line, done.err)
+        assert done.out
