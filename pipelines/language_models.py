@@ -59,13 +59,13 @@ def resolve(name: str, trust: Trust | None = None) -> LanguageModel:
 
 
 def _folder_of(name: str, trust: Trust) -> Path:
+    if name == DEMO:  # the default: a folder that happens to be called so is ./demo
+        return _demo_folder()
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.is_file():
         raise BadInput(f"--model {name} is a file: give its folder, a hub id or {DEMO}")
-    if name == DEMO:
-        return _demo_folder()
     if is_hub_id(name):
         return _hub_folder(name, trust)
     raise BadInput(

@@ -35,6 +35,14 @@ def test_the_built_in_model_is_called_demo() -> None:
     assert resolve("demo").folder == demo_lm_folder()
 
 
+def test_a_folder_called_demo_is_not_taken_for_it(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(copy.rename(copy.parent / "demo").parent)
+    assert resolve("demo").folder == demo_lm_folder()
+    assert resolve("./demo").folder == Path("demo")
+
+
 def test_a_folder_is_a_model(copy: Path) -> None:
     speaker = language_loading.load(resolve(str(copy)), CPU)
     assert speaker.positions == 8192
