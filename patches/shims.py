@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -41,8 +42,7 @@ def shimmed(forward: Forward, module: nn.Module) -> Forward:
             args, kwargs = caches.originals(args, kwargs)
             return forward(*args, **kwargs)
         call = caches.Reading(args, kwargs)
-        with _rows_assigned_without_break():
-            result = _shim_of(module)(module, forward, call.args, call.kwargs)
+        result = _shim_of(module)(module, forward, call.args, call.kwargs)
         call.close()
         return result
 
@@ -64,11 +64,11 @@ def _shim_of(module: nn.Module) -> Callable[[Any, Forward, Any, Any], Any]:
 
 class Shim(NamedTuple):
     """What stands around the forward of a class while it is recorded, and the functions of its
-    file that it was written for, with the digest of their text."""
+    file that it was written for, with the digest of their text; none where any text will do."""
 
     run: Callable[[Any, Forward, Any, Any], Any]
-    of: tuple[str, ...]
-    text: str
+    of: tuple[str, ...] = ()
+    text: str = hashlib.sha256().hexdigest()[:16]
 
 
 @functools.cache
@@ -140,7 +140,58 @@ def _glm_image(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
         return forward(*call.args, **call.kwargs)
 
 
+def _with_rows_by_choice(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
+    """Padding gets its token by a mask that Python made, broken geometry the identity."""
+    with _rows_by_choice():
+        return forward(*args, **kwargs)
+
+
+def _qwen_image21(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
+    """Where in the sequence pictures are steers Python at eleven places: it is read once."""
+    call = inspect.signature(forward).bind(*args, **kwargs)
+    call.arguments["img_mask"] = call.arguments["img_mask"].cpu()
+    with _host_masks_as_positions():
+        return forward(*call.args, **call.kwargs)
+
+
+def _mochi(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
+    """Every layer asks which tokens of each prompt are real: the mask is read once."""
+    call = inspect.signature(forward).bind(*args, **kwargs)
+    mask, embed = call.arguments["encoder_attention_mask"], model.time_embed
+    processors = {type(block.attn1.processor).__name__ for block in model.transformer_blocks}
+    if processors != {"MochiAttnProcessor2_0"}:
+        return forward(*args, **kwargs)
+
+    def embedded(times: Tensor, prompts: Tensor, _: Tensor, *rest: Any, **options: Any) -> Any:
+        return plain(times, prompts, mask, *rest, **options)
+
+    call.arguments["encoder_attention_mask"], plain = mask.cpu(), embed.forward
+    with mock.patch.object(embed, "forward", embedded):
+        return forward(*call.args, **call.kwargs)
+
+
 _SHIMS = {
+    "MochiTransformer3DModel": Shim(
+        _mochi,
+        (
+            "MochiTransformer3DModel.forward",
+            "MochiTransformerBlock.forward",
+            "MochiAttnProcessor2_0.__call__",
+        ),
+        "2687cac810efa887",
+    ),
+    "ZImageControlNetModel": Shim(_with_rows_by_choice),
+    "SanaWMTransformer3DModel": Shim(_with_rows_by_choice),
+    "QwenImage21Transformer2DModel": Shim(
+        _qwen_image21,
+        (
+            "QwenImage21Transformer2DModel.forward",
+            "QwenImage21Transformer2DModel.build_token_metadata",
+            "QwenImage21Rope.forward",
+            "_select_modulation_rows",
+        ),
+        "da142ff419afc1fb",
+    ),
     "HiDreamImageTransformer2DModel": Shim(
         _hidream,
         (
@@ -165,7 +216,7 @@ _SHIMS = {
 
 
 @contextlib.contextmanager
-def _rows_assigned_without_break() -> Iterator[None]:
+def _rows_by_choice() -> Iterator[None]:
     """`x[mask] = row` written as a choice: how many rows the mask has does not matter."""
     plain: Any = torch.Tensor.__setitem__
 
@@ -178,6 +229,37 @@ def _rows_assigned_without_break() -> Iterator[None]:
 
     with mock.patch.object(torch.Tensor, "__setitem__", assign):
         yield
+
+
+@contextlib.contextmanager
+def _host_masks_as_positions() -> Iterator[None]:
+    """Masks on the host, as indices into the device's tensors, become the positions they name."""
+    plain_item: Any = torch.Tensor.__getitem__
+    plain_assign: Any = torch.Tensor.__setitem__
+
+    def item(self: Tensor, index: Any) -> Any:
+        return plain_item(self, _positions(self, index))
+
+    def assign(self: Tensor, index: Any, value: Any) -> None:
+        plain_assign(self, _positions(self, index), value)
+
+    with (
+        mock.patch.object(torch.Tensor, "__getitem__", item),
+        mock.patch.object(torch.Tensor, "__setitem__", assign),
+    ):
+        yield
+
+
+def _positions(x: Tensor, index: Any) -> Any:
+    parts = index if type(index) is tuple else (index,)
+    if x.is_cpu or current_recording() is None or not any(map(_is_host_mask, parts)):
+        return index
+    named = [part.nonzero(as_tuple=True) if _is_host_mask(part) else (part,) for part in parts]
+    return tuple(itertools.chain.from_iterable(named))
+
+
+def _is_host_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.bool and x.is_cpu
 
 
 def _is_row_for_all(x: Tensor, index: Any, value: Any) -> bool:

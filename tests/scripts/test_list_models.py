@@ -77,7 +77,8 @@ def test_shims_only_save() -> None:
 def test_breaks_name_lines_of_diffusers() -> None:
     places = re.findall(r" at `([^`]+)`", PAGE.read_text("utf-8"))
     assert len(places) > 10
-    assert [place for place in places if not re.fullmatch(r"models/[\w/]+\.py:\d+", place)] == []
+    known = re.compile(r"models/[\w/]+\.py:\d+|patches/shims\.py")
+    assert [place for place in places if not known.fullmatch(place)] == []
 
 
 def test_an_unknown_family_is_named(tmp_path: Path) -> None:
