@@ -1,9 +1,9 @@
-"""The name `accel_prefill` in transformers' AttentionInterface: attention handed to a prefill runner.
+"""`accel_prefill` in transformers' AttentionInterface: attention handed to a prefill runner.
 
-Knows what transformers passes to an attention function, and refuses what it does not know: a keyword
-that is silently ignored is a wrong answer. There is no mask under this name, so none is built. The
-name is set on a decoder for the length of one body call and read back; other threads that run the
-same model meanwhile get an error, not a wrong result.
+Knows what transformers passes to an attention function, and refuses what it does not know: a
+keyword that is silently ignored is a wrong answer. There is no mask under this name, so none is
+built. The name is set on a decoder for the length of one body call and read back; other threads
+that run the same model meanwhile get an error, not a wrong result.
 """
 
 from __future__ import annotations

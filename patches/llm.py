@@ -67,11 +67,10 @@ def prefill_runner(
 class TransformersModel:
     """`accel.prefill.model.PrefillModel` of a transformers model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         if not hasattr(model, "get_decoder") or not hasattr(model, "config"):
             raise ValueError(f"{type(model).__name__} is no transformers causal LM")
-        self._model: Any = model
-        self._decoder: Any = model.get_decoder()
+        self._model, self._decoder = model, model.get_decoder()
         config = self._decoder.config
         embeddings = self._decoder.get_input_embeddings().weight
         self.module = model
@@ -152,14 +151,13 @@ class TransformersModel:
         first_tokens: Sequence[int],
         keys_values: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
     ) -> dict[str, Any]:
-        """As `PrefillModel.generate_kwargs`: prompts padded on the left, as `generate` wants them."""
+        """As `PrefillModel.generate_kwargs`: prompts are padded on the left, as there."""
         from transformers import DynamicCache
 
         longest = max(map(len, prompts))
-        ids = [
-            [0] * (longest - len(p)) + [*p, f] for p, f in zip(prompts, first_tokens, strict=True)
-        ]
-        mask = [[0] * (longest - len(p)) + [1] * (len(p) + 1) for p in prompts]
+        whole = [[*p, first] for p, first in zip(prompts, first_tokens, strict=True)]
+        ids = [[0] * (longest + 1 - len(p)) + p for p in whole]
+        mask = [[0] * (longest + 1 - len(p)) + [1] * len(p) for p in whole]
         cache = DynamicCache(config=self._decoder.config)
         for layer, of_prompts in enumerate(zip(*keys_values, strict=True)):
             keys, values = (

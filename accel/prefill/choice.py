@@ -15,8 +15,12 @@ from accel.prefill.reference_attention import ReferenceBackend
 
 
 def _flashinfer(device: torch.device) -> AttentionBackend:
-    from accel.prefill.flashinfer_attention import FlashInferBackend  # needs an optional package
-
+    try:
+        from accel.prefill.flashinfer_attention import FlashInferBackend
+    except ImportError as missing:
+        raise Unsupported(
+            f"{missing.name or missing} is not installed: pip install accel-graph[flashinfer]"
+        ) from missing
     return FlashInferBackend(device)
 
 

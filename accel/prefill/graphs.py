@@ -46,6 +46,8 @@ class Graphs:
         """The captured body for a batch of that kind, captured now if need be; or why there is
         none."""
         self._follow_the_model()
+        if self._guard.opaque is not None:
+            return f"nothing is captured: {self._guard.opaque}"
         if not self._captured and not self._failed and bucket != self._ladder.largest:
             self._capture(self._ladder.largest, paged and self._full)
         return self._capture(bucket, paged and self._full)
@@ -53,7 +55,7 @@ class Graphs:
     def capture(self, progress: Progress | None) -> None:
         """Captures every bucket that is not there yet, the largest first."""
         self._follow_the_model()
-        kinds = list(self.kinds())
+        kinds = list(self.kinds()) if self._guard.opaque is None else []
         for done, (bucket, paged) in enumerate(kinds):
             self._capture(bucket, paged)
             if progress is not None:

@@ -77,14 +77,16 @@ def _pages(cache: KVCache, prompt: Prompt) -> tuple[int, ...]:
 def open_prompts(
     model: PrefillModel,
     prompts: Sequence[Sequence[int]],
-    prefix: Handle | Sequence[Handle | None] | None,
+    prefix: Handle | Sequence[Handle | None] | None = None,
+    cache: KVCache | None = None,
 ) -> Prompts:
-    """Checked prompts. Raises ValueError in one line for the first that cannot be run."""
+    """Checked prompts; prefixes must lie in `cache`. Raises ValueError in one line for the first
+    that cannot be run."""
     if isinstance(prompts, torch.Tensor):
         prompts = prompts.tolist()
     if not len(prompts):
         raise ValueError("no prompts: at least one list of token ids is needed")
-    prefixes = _prefixes(len(prompts), prefix)
+    prefixes = _prefixes(len(prompts), prefix, cache)
     ids = [_ids(i, prompt, model.vocab_size) for i, prompt in enumerate(prompts)]
     return Prompts([Prompt(mine, before) for mine, before in zip(ids, prefixes, strict=True)])
 
@@ -106,7 +108,7 @@ def _ids(i: int, prompt: Sequence[int] | torch.Tensor, vocab_size: int) -> list[
 
 
 def _prefixes(
-    count: int, prefix: Handle | Sequence[Handle | None] | None
+    count: int, prefix: Handle | Sequence[Handle | None] | None, cache: KVCache | None
 ) -> Sequence[Handle | None]:
     prefixes = [prefix] * count if prefix is None or isinstance(prefix, Handle) else list(prefix)
     if len(prefixes) != count:
@@ -114,4 +116,6 @@ def _prefixes(
     for i, handle in enumerate(prefixes):
         if handle is not None and not handle.alive:
             raise ValueError(f"the prefix of prompt {i} was released")
+        if handle is not None and handle.cache is not cache:
+            raise ValueError(f"the prefix of prompt {i} lies in another runner's cache")
     return prefixes

@@ -94,11 +94,12 @@ def visible(batch: Batch, keys: int, window: int | None) -> torch.Tensor:
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
     """
     slots = batch.device
-    ends = slots.kv_indptr if batch.paged else slots.q_indptr
+    starts = slots.q_indptr.long()
+    ends = slots.kv_indptr.long() if batch.paged else starts
     row, key = (torch.arange(n, device=ends.device) for n in (batch.bucket, keys))
-    owner = torch.bucketize(row, slots.q_indptr[1:], right=True, out_int32=True)
-    holder = torch.bucketize(key, ends[1:], right=True, out_int32=True)
-    place = key - ends[holder.clamp(max=batch.slots - 1).long()]
+    owner = torch.bucketize(row, starts[1:], right=True)
+    holder = torch.bucketize(key, ends[1:], right=True)
+    place = key - ends[holder.clamp(max=batch.slots - 1)]
     behind = batch.positions[0][:, None] - place[None, :]
     seen = (owner[:, None] == holder[None, :]) & (owner < batch.slots)[:, None] & (behind >= 0)
     return seen if window is None else seen & (behind < window)

@@ -16,13 +16,15 @@ from accel.backend import backend_for
 from accel.memory import Pool
 from accel.prefill.batch import Request
 from accel.prefill.buckets import Ladder
+from accel.prefill.construction import MODES, Setup, set_up
 from accel.prefill.graphs import Graphs, Progress
+from accel.prefill.kv_cache import KVCache
+from accel.prefill.memory_plan import MemoryPlan, plan_for
 from accel.prefill.model import PrefillModel
 from accel.prefill.passes import cut, fitting
 from accel.prefill.prompts import Prompt, Prompts, open_prompts
 from accel.prefill.report import PrefillReport
 from accel.prefill.result import Handle, Result
-from accel.prefill.setup import MODES, Setup, set_up
 
 HEAD_ROWS = 1024
 """Rows of hidden states that `score` gives the head at a time."""
@@ -75,7 +77,7 @@ class PrefillRunner:
         """Runs `prompts`, lists of token ids, behind `prefix`, if any: a handle, or one or None per
         prompt. Raises ValueError for prompts that cannot be run, in one line."""
         with self._alone():
-            opened = open_prompts(self._model, prompts, prefix)
+            opened = open_prompts(self._model, prompts, prefix, self._cache)
             hidden = self._hidden(opened)
             last = torch.stack([states[-1] for states in hidden])
             layers = len(self._body.groups) if self._body else 0
@@ -88,7 +90,7 @@ class PrefillRunner:
         host, `[tokens - 1]` per prompt. The head is applied to a few rows at a time, so the logits
         of all tokens never exist together."""
         with self._alone():
-            opened = open_prompts(self._model, prompts, None)
+            opened = open_prompts(self._model, prompts)
             lengths = [len(prompt.ids) for prompt in opened.prompts]
             scores: list[torch.Tensor] = []
             for group in fitting(lengths, self._ladder.largest, self._max_requests):
@@ -107,7 +109,7 @@ class PrefillRunner:
         """
         with self._alone():
             if self._graphs is not None:
-                self._check_memory()
+                self._check_memory(self.plan())
                 if progress is True:
                     from accel.prefill.progress import bar
 
@@ -116,6 +118,22 @@ class PrefillRunner:
                 else:
                     self._graphs.capture(progress or None)
         return self
+
+    @property
+    def free_cache_tokens(self) -> int:
+        """Tokens that the cache still has room for; 0 without a cache."""
+        return self._cache.free_tokens if self._cache else 0
+
+    def plan(self) -> MemoryPlan:
+        """What capturing every bucket will take, in bytes. Runs two small eager passes. Raises
+        ValueError where nothing is captured, saying why."""
+        with self._alone():
+            if self._graphs is None or self._body is None or self._pool is None:
+                why = self.report.declined or f"mode={self.report.mode!r}"
+                raise ValueError(f"nothing is captured, so there is no plan: {why}")
+            report, graphs = self.report, len(list(self._graphs.kinds()))
+            held = report.cache_bytes + report.output_bytes + report.workspace_bytes
+            return plan_for(self._body, self._ladder, self._pool, held, graphs)
 
     def close(self) -> None:
         """Gives all memory back. Later calls raise ValueError; closing again does nothing."""
@@ -132,6 +150,10 @@ class PrefillRunner:
 
     _closed = False
 
+    @property
+    def _cache(self) -> KVCache | None:
+        return self._body.cache if self._body else None
+
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """One call at a time, after the device work of the one before it, without gradients and
@@ -146,7 +168,7 @@ class PrefillRunner:
         """Hidden states of every prompt's own tokens, `[tokens, hidden]` each."""
         if self._body is None:
             return [self._own(prompt) for prompt in opened.prompts]
-        cache, largest = self._body.cache, self._ladder.largest
+        cache, largest = self._cache, self._ladder.largest
         self._check_lengths(opened)
         if cache is not None:
             opened.take_pages(cache)
@@ -196,8 +218,7 @@ class PrefillRunner:
         return None
 
     def _check_lengths(self, opened: Prompts) -> None:
-        assert self._body is not None
-        cached, limit = self._body.cache is not None, self._model.position_limit
+        cached, limit = self._cache is not None, self._model.position_limit
         for i, prompt in enumerate(opened.prompts):
             new, whole = len(prompt.ids), len(prompt.ids) + prompt.cached
             if not cached and new > self._ladder.largest:
@@ -224,5 +245,9 @@ class PrefillRunner:
         ]
         return torch.cat(parts).cpu() if parts else torch.empty(0)
 
-    def _check_memory(self) -> None:
-        """Raises if the plan does not fit."""
+    def _check_memory(self, plan: MemoryPlan) -> None:
+        if not plan.fits and not self.report.captures:
+            raise ValueError(
+                f"capturing to max_tokens={plan.max_tokens} takes about {plan.needed:,} bytes, "
+                f"{plan.free:,} are free: lower max_tokens="
+            )

@@ -32,7 +32,7 @@ def tolerance(model: PrefillModel, layers: int) -> float:
     """The largest relative error that rounding explains: two units in the last place a layer, added
     up as independent errors are."""
     unit = torch.finfo(model.dtype).eps
-    if model.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+    if model.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         unit = 2**-10
     return max(2 * unit * math.sqrt(max(layers, 1)), 1e-4)
 

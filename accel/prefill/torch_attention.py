@@ -103,6 +103,8 @@ class TorchAttention:
             window_size_left=None if group.window is None else group.window - 1,
             window_size_right=None if group.window is None else 0,
         )
+        if layer.sinks is not None and log_sum.dim() != 2:
+            raise Unsupported("this torch returns its log-sum-exp request by request")
         if layer.sinks is not None:
             attended = attended * _share_without_sink(log_sum, layer.sinks, len(q))
         out.copy_(attended[..., : group.value_dim])

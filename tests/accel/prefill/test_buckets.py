@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ def test_the_ceiling_is_a_bucket(max_tokens: int) -> None:
     sizes = Ladder(max_tokens).sizes
     assert sizes[-1] == max_tokens
     assert list(sizes) == sorted(set(sizes))
-    assert all(b <= 1.5 * a or b <= 192 for a, b in zip(sizes[:-1], sizes[1:], strict=True))
+    assert all(b <= 1.5 * a or b <= 192 for a, b in pairwise(sizes))
 
 
 @given(st.integers(1, 8192))

@@ -1,0 +1,119 @@
+"""What capturing to the ceiling will take, told before it is done.
+
+All buckets share one pool, so the largest decides; its activations grow with its rows. They are
+counted in two small eager passes, storage by storage, and drawn out to the ceiling.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel.memory import Pool
+from accel.prefill.batch import Request
+from accel.prefill.buckets import Ladder
+from accel.prefill.packed_body import PackedBody
+from accel.signature import leaves
+
+MEASURED = (64, 128)
+"""Rows of the two passes; the ceiling's half and itself where that is lower."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Device memory in bytes. `needed` is what capturing adds to what is held already.
+
+    >>> plan = MemoryPlan(max_tokens=64, activations=100, buffers=20, held=50, free=90)
+    >>> plan.needed, plan.fits
+    (120, False)
+    """
+
+    max_tokens: int
+    activations: int
+    """The pool: what the largest bucket's forward has alive at its peak."""
+    buffers: int
+    """Batch tensors of all graphs."""
+    held: int
+    """Cache, output buffer and attention's workspace, taken at construction."""
+    free: int
+    """What the device has left, the allocator's spare memory included."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes that capturing all buckets takes."""
+        return self.activations + self.buffers
+
+    @property
+    def fits(self) -> bool:
+        """Whether that much is free."""
+        return self.needed <= self.free
+
+
+class LiveBytes(TorchDispatchMode):
+    """While open, counts the bytes of storages that operators make, from birth to death.
+
+    >>> with LiveBytes() as counted:
+    ...     x = torch.zeros(256, device=device)
+    ...     x = x + 1
+    >>> counted.peak, counted.now
+    (2048, 1024)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {_key(x) for x in leaves([args, kwargs or {}]) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in leaves(result):
+            if isinstance(x, torch.Tensor) and not x.is_cpu and _key(x) not in given:
+                self._born(x.untyped_storage())
+        return result
+
+    def _born(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+
+        def died(_: Any) -> None:
+            del self._alive[key]
+            self.now -= nbytes
+
+        self._alive[key] = weakref.ref(storage, died)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+
+def _key(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def plan_for(body: PackedBody, ladder: Ladder, pool: Pool, held: int, graphs: int) -> MemoryPlan:
+    """The plan for `graphs` graphs up to the ladder's ceiling. Runs the body twice, eagerly."""
+    few, many = min(MEASURED[0], -(-ladder.largest // 2)), min(MEASURED[1], ladder.largest)
+    small, large = _peak(body, few), _peak(body, many)
+    slope = max(0, large - small) / max(1, many - few)
+    free, _ = pool.backend.memory(pool.device)
+    return MemoryPlan(
+        max_tokens=ladder.largest,
+        activations=round(large + slope * (ladder.largest - many)),
+        buffers=graphs // len(ladder.sizes) * 3 * 8 * sum(ladder.sizes)
+        + graphs * 8 * body.kv_bound,
+        held=held,
+        free=free + pool.backend.reclaimable_bytes(pool.device),
+    )
+
+
+def _peak(body: PackedBody, rows: int) -> int:
+    with LiveBytes() as counted:
+        body.eager(body.pack([Request((0,) * rows)], rows))
+    return int(counted.peak)

@@ -1,0 +1,174 @@
+"""Graphs follow the model: weights, settings, failed captures, threads, memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from accel.prefill.runner import PrefillRunner
+from tests.accel.common import scribble
+from tests.accel.prefill.tiny import TinyModel, prompts_of
+
+Make = Callable[..., PrefillRunner]
+PROMPTS = prompts_of(20, 30)
+
+
+def agrees(runner: PrefillRunner, model: TinyModel) -> bool:
+    """Whether results are what the model computes now."""
+    result = runner(PROMPTS)
+    return all(
+        torch.allclose(result.hidden(i), own(model, prompt), atol=1e-5)
+        for i, prompt in enumerate(PROMPTS)
+    )
+
+
+def own(model: TinyModel, prompt: list[int]) -> torch.Tensor:
+    """The model's own hidden states."""
+    with torch.no_grad():
+        return model.own(torch.tensor(prompt, device=model.device))
+
+
+@pytest.mark.parametrize("mode", ["breakable", "full"])
+def test_weights_changed_in_place_are_followed(mode: str, tiny: TinyModel, make: Make) -> None:
+    runner = make(tiny, mode=mode, buckets=(64,))
+    assert agrees(runner, tiny)
+    tiny.module.layers[0].up.weight.data.mul_(-2)
+    assert agrees(runner, tiny)
+    assert (runner.report.captures, runner.report.recaptures) == (2, 0)
+
+
+@pytest.mark.parametrize("mode", ["breakable", "full"])
+def test_other_weights_are_captured_anew(
+    mode: str, tiny: TinyModel, make: Make, device: torch.device
+) -> None:
+    runner = make(tiny, mode=mode, buckets=(64,))
+    assert agrees(runner, tiny)
+    weight = tiny.module.layers[1].q.weight
+    weight.data = weight.data.clone() * -2
+    scribble(device)
+    assert agrees(runner, tiny)
+    tiny.module.layers[0].down = torch.nn.Linear(48, 32, device=device)
+    assert agrees(runner, tiny)
+    assert (runner.report.captures, runner.report.recaptures) == (6, 2)
+
+
+def test_another_setting_is_captured_anew(tiny: TinyModel, make: Make) -> None:
+    runner = make(tiny, buckets=(64,))
+    runner(PROMPTS)
+    tiny.setting = 1
+    runner(PROMPTS)
+    assert (runner.report.captures, runner.report.recaptures) == (4, 1)
+
+
+def test_a_model_whose_prompts_leak_is_declined(device: torch.device, make: Make) -> None:
+    model = TinyModel(device, leak=True)
+    runner = make(model)
+    assert runner.report.declined is not None
+    assert runner.report.declined.startswith("self-test: packed, a prompt of")
+    assert agrees(runner, model)
+    assert (runner.report.own_passes, runner.report.captures) == (2, 0)
+    assert [len(score) for score in runner.score(PROMPTS)] == [19, 29]
+
+
+def test_chunks_that_only_the_mask_knows_are_found(device: torch.device, make: Make) -> None:
+    runner = make(TinyModel(device, chunk=100))
+    assert runner.report.declined is not None and "self-test" in runner.report.declined
+
+
+def test_a_failed_capture_runs_eagerly_with_the_reason(tiny: TinyModel, make: Make) -> None:
+    runner = make(tiny, buckets=(64,))
+    tiny.fails_in_capture = RuntimeError
+    assert agrees(runner, tiny)
+    assert agrees(runner, tiny)
+    why = "bucket 64 not captured: RuntimeError: the capture was refused"
+    assert dict(runner.report.reasons) == {why: 2}
+    assert why in runner.report.notes
+
+
+def test_out_of_memory_while_capturing_is_eager_with_the_bytes(
+    sim: torch.device, make: Make
+) -> None:
+    from tests.simulated.backend import SimulatedBackend
+
+    model = TinyModel(sim)
+    runner = make(model, buckets=(64,))
+    model.fails_in_capture = torch.OutOfMemoryError
+    assert agrees(runner, model)
+    [reason] = runner.report.reasons
+    assert "out of memory" in reason and "bytes free" in reason
+    model.fails_in_capture = None
+    model.setting = 1  # what was dropped may be tried again
+    assert agrees(runner, model)
+    assert runner.report.replays == 1
+    assert SimulatedBackend().aborts == 0
+
+
+@pytest.mark.parametrize("mode", ["breakable", "full"])
+def test_any_thread_may_call(mode: str, tiny: TinyModel, make: Make) -> None:
+    runner = make(tiny, mode=mode, cache_tokens=2048)
+    prompts = [prompts_of(n, n + 5, seed=n) for n in range(5, 25, 5)]
+    expected = [[own(tiny, prompt) for prompt in batch] for batch in prompts]
+    wrong: list[int] = []
+
+    def work(turn: int) -> None:
+        for i in range(turn, turn + 4):
+            result = runner(prompts[i % 4])
+            pairs = enumerate(expected[i % 4])
+            if not all(torch.allclose(result.hidden(j), own, atol=1e-5) for j, own in pairs):
+                wrong.append(i)
+
+    workers = [threading.Thread(target=work, args=(turn,)) for turn in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert not wrong
+    assert runner.report.calls == 16
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_any_gradient_mode_will_do(
+    context: Callable[[], torch.no_grad], tiny: TinyModel, make: Make
+) -> None:
+    with context():
+        runner = make(tiny, buckets=(64,))
+        first = runner(PROMPTS)
+    second = runner(PROMPTS)
+    assert torch.equal(first.logits, second.logits)
+    assert not second.logits.requires_grad and not second.logits.is_inference()
+    assert (runner.report.replays, runner.report.captures) == (2, 2)
+
+
+def test_the_pool_needs_no_more_than_the_largest_bucket(tiny: TinyModel, make: Make) -> None:
+    runner = make(tiny, max_tokens=2048, attention="reference").capture()
+    first, *others = runner.report.buckets
+    assert first.bucket == 2048 and first.pool_bytes > 0
+    assert sum(entry.pool_bytes for entry in others) <= first.pool_bytes // 4
+    assert runner.report.pool_bytes == sum(b.pool_bytes for b in runner.report.buckets)
+
+
+def test_the_plan_is_near_what_capturing_takes(tiny: TinyModel, make: Make) -> None:
+    runner = make(tiny, max_tokens=512)
+    plan = runner.plan()
+    runner.capture()
+    assert plan.fits
+    assert plan.activations >= runner.report.pool_bytes // 8
+    assert plan.buffers >= runner.report.buffer_bytes
+
+
+def test_closing_gives_the_pool_back(tiny: TinyModel, make: Make) -> None:
+    runner = make(tiny).capture()
+    pool = runner._pool
+    assert pool is not None and pool.bytes() > 0
+    runner.close()
+    assert pool.bytes() == 0
+
+
+def test_pages_go_back_when_results_die(tiny: TinyModel, make: Make) -> None:
+    runner = make(tiny, cache_tokens=64)
+    for _ in range(5):
+        runner(prompts_of(60))
+    assert runner.free_cache_tokens == 64
