@@ -16,11 +16,11 @@ from torch import Tensor
 from accel.patches.llm import TransformersModel
 from accel.pipelines.errors import AccelError, BadInput, first_line
 from accel.pipelines.language_models import LanguageModel
-from accel.pipelines.live_bytes import LiveBytes
 from accel.pipelines.loading import Placement
 from accel.pipelines.models import Trust
 from accel.prefill.attention import AttentionGroup, Unsupported
 from accel.prefill.buckets import Ladder
+from accel.prefill.memory_plan import LiveBytes
 
 LIBRARIES = 512 * 2**20
 """Bytes kept free: workspaces of cuBLAS and of attention kernels, the allocator's rounding."""
@@ -101,7 +101,7 @@ def _ceiling(
 
 
 @torch.no_grad()
-def _activation_bytes(body: TransformersModel, tokens: int, device: str = "meta") -> int:
+def _activation_bytes(body: TransformersModel, tokens: int) -> int:
     """The peak of what one forward of `tokens` rows has alive, its ids and result included."""
     attended: list[AttentionGroup] = []
 
@@ -112,7 +112,7 @@ def _activation_bytes(body: TransformersModel, tokens: int, device: str = "meta"
         return q.new_empty(q.shape[0], group.heads, group.value_dim)
 
     with LiveBytes() as counted:
-        ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device=body.device)
         body.body(ids, torch.zeros_like(ids), attend)
     if not attended:
         raise Unsupported("no layer asks for attention")

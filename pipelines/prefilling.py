@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -204,16 +205,27 @@ def _circumstances(order: Order, where: loading.Placement) -> dict[str, Any]:
     }
 
 
+def as_options(text: str) -> str:
+    """Arguments of `prefill_runner` as the command line calls them.
+
+    >>> as_options("attention='torch': no soft-cap"), as_options("lower max_tokens=")
+    ('--attention torch: no soft-cap', 'lower --max-tokens')
+    """
+
+    def option(match: re.Match[str]) -> str:
+        name, _, value = match.groups()
+        return f"--{name.replace('_', '-')} {value}".strip()
+
+    return re.sub(r"\b(attention|mode|max_tokens|max_requests)=('?)(\w*)\2", option, text)
+
+
 @contextlib.contextmanager
 def _told_in_one_line(order: Order) -> Iterator[None]:
     """What the runner refuses, and memory that is not there, in words that name an option."""
     try:
         yield
     except ValueError as error:  # an argument that cannot be met: named, with its value, or not
-        said = first_line(error)
-        for name, value in (("attention", order.attention), ("max_tokens", order.max_tokens)):
-            option = f"--{name.replace('_', '-')} {value}"
-            said = said.replace(f"{name}={value!r}", option)
+        said = as_options(first_line(error))
         raise BadInput(said if said.startswith("--") else f"{order.model}: {said}") from error
     except Exception as error:
         if is_out_of_memory(error):

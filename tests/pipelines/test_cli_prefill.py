@@ -176,6 +176,29 @@ def test_a_gpu_that_is_not_there_is_told(accel_cli: Cli) -> None:
     assert "--device cpu runs without" in done.complaint
 
 
+def test_what_the_runner_refuses_is_told_in_options(
+    accel_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "capturing to max_tokens=256 takes about 9 bytes, 3 are free: lower max_tokens="
+
+    def refuse(*arguments: Any) -> Any:
+        raise ValueError(said)
+
+    monkeypatch.setattr(prefilling, "_ways", refuse)
+    done = accel_cli("prefill", "x", *FEW, "--mode", "eager")
+    assert done.code == 2
+    told = said.replace("max_tokens=256", "--max-tokens 256").replace("max_tokens=", "--max-tokens")
+    assert done.complaint == f"accel: demo: {told}"
+
+
+@pytest.mark.skipif(HERE == "cuda", reason="there is a GPU")
+def test_attention_that_does_not_run_here_is_told(accel_cli: Cli) -> None:
+    done = accel_cli("prefill", "x", *FEW, "--attention", "torch", "--mode", "eager")
+    assert done.code == 2
+    assert done.complaint.startswith("accel: --attention torch: ")
+    assert "needs CUDA" in done.complaint
+
+
 def test_flashinfer_that_is_not_there_is_told(
     accel_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,24 +257,32 @@ def test_graphs_take_what_the_plan_says(accel_cli: Cli) -> None:
 
 
 def _declined(folder: Path) -> Path:
-    """A language model without attention, in which packed prompts would run into each other."""
-    from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
+    """A language model whose frequencies follow the longest prompt: prompts cannot be packed."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from accel.pipelines.demo_lm import demo_lm_folder
 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(demo_lm_folder())
-    config = MambaConfig(vocab_size=768, hidden_size=32, state_size=4, num_hidden_layers=2)
-    MambaForCausalLM(config).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=768,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def test_a_declined_model_runs_as_it_is_and_says_why(accel_cli: Cli, tmp_path: Path) -> None:
-    folder = _declined(tmp_path / "mamba")
+    folder = _declined(tmp_path / "declined")
     done = accel_cli("prefill", "a red", "two", "-m", folder, *FEW, "--compare", "--json")
     assert done.code == 0, done.err
     assert done.complaint.startswith("accel: prompts run one by one through the model's own fo")
+    assert "dynamic RoPE" in done.complaint
     result = json.loads(done.out)
     assert result["report"]["declined"]
     assert result["report"]["captures"] == 0

@@ -34,11 +34,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("tokens", [64, 256])
-def test_as_much_is_planned_as_a_real_forward_has_alive(tokens: int) -> None:
+def test_as_much_is_planned_as_a_real_forward_has_alive(device: torch.device, tokens: int) -> None:
     plan = prefill_plan.plan(resolve("demo"), CPU, tokens)
-    model = AutoModelForCausalLM.from_pretrained(demo_lm_folder()).eval()
-    body = TransformersModel(model)
-    alive = prefill_plan._activation_bytes(body, tokens, device="cpu")
+    model = AutoModelForCausalLM.from_pretrained(demo_lm_folder()).eval().to(device)
+    alive = prefill_plan._activation_bytes(TransformersModel(model), tokens)
     assert plan["ceilings"][-1]["activation_bytes"] == pytest.approx(alive, rel=0.01)
 
 
