@@ -59,7 +59,7 @@ def _shim_of(module: nn.Module) -> Callable[[Any, Forward, Any, Any], Any]:
     shim = _SHIMS.get(type(module).__name__)
     if shim is None or any(m._compiled_call_impl is not None for m in module.modules()):
         return _plainly
-    return shim.run if _text(type(module), shim.of) == shim.text else _plainly
+    return shim.run if _text(type(module).__module__, shim.of) == shim.text else _plainly
 
 
 class Shim(NamedTuple):
@@ -72,12 +72,12 @@ class Shim(NamedTuple):
 
 
 @functools.cache
-def _text(kind: type, names: tuple[str, ...]) -> str:
-    """A digest of the text of functions in the file of a class; "" where they are not found."""
+def _text(module: str, names: tuple[str, ...]) -> str:
+    """A digest of the text of functions of a Python module; "" where they are not found."""
     try:
-        file = sys.modules[kind.__module__]
+        file = sys.modules[module]
         found = [functools.reduce(getattr, name.split("."), file) for name in names]
-        text = "".join(map(inspect.getsource, found))  # type: ignore[arg-type]
+        text = "".join(map(inspect.getsource, found))
     except (AttributeError, KeyError, OSError, TypeError):
         return ""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -140,6 +140,12 @@ def _glm_image(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
         return forward(*call.args, **call.kwargs)
 
 
+def _all_have(blocks: nn.ModuleList, attention: str, processor: str) -> bool:
+    """Whether attention is computed by that processor everywhere: others may treat masks else."""
+    kinds = {type(getattr(block, attention).processor).__name__ for block in blocks}
+    return kinds == {processor}
+
+
 def _with_rows_by_choice(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
     """Padding gets its token by a mask that Python made, broken geometry the identity."""
     with _rows_by_choice():
@@ -149,6 +155,8 @@ def _with_rows_by_choice(model: Any, forward: Forward, args: Any, kwargs: Any) -
 def _qwen_image21(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
     """Where in the sequence pictures are steers Python at eleven places: it is read once."""
     call = inspect.signature(forward).bind(*args, **kwargs)
+    if not _all_have(model.transformer_blocks, "attn", "QwenImage21AttnProcessor"):
+        return forward(*args, **kwargs)
     call.arguments["img_mask"] = call.arguments["img_mask"].cpu()
     with _host_masks_as_positions():
         return forward(*call.args, **call.kwargs)
@@ -158,8 +166,7 @@ def _mochi(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
     """Every layer asks which tokens of each prompt are real: the mask is read once."""
     call = inspect.signature(forward).bind(*args, **kwargs)
     mask, embed = call.arguments["encoder_attention_mask"], model.time_embed
-    processors = {type(block.attn1.processor).__name__ for block in model.transformer_blocks}
-    if processors != {"MochiAttnProcessor2_0"}:
+    if not _all_have(model.transformer_blocks, "attn1", "MochiAttnProcessor2_0"):
         return forward(*args, **kwargs)
 
     def embedded(times: Tensor, prompts: Tensor, _: Tensor, *rest: Any, **options: Any) -> Any:
@@ -188,9 +195,10 @@ _SHIMS = {
             "QwenImage21Transformer2DModel.forward",
             "QwenImage21Transformer2DModel.build_token_metadata",
             "QwenImage21Rope.forward",
+            "QwenImage21AttnProcessor.__call__",
             "_select_modulation_rows",
         ),
-        "da142ff419afc1fb",
+        "8803a17cf1e76652",
     ),
     "HiDreamImageTransformer2DModel": Shim(
         _hidream,

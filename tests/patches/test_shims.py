@@ -101,20 +101,20 @@ def test_shims_fit_the_library(kind: str) -> None:
     if diffusers.__version__ != "0.42.1":
         pytest.skip(f"made for diffusers 0.42.1, here is {diffusers.__version__}")
     shim = shims._SHIMS[kind]
-    assert shims._text(getattr(diffusers, kind), shim.of) == shim.text
+    assert shims._text(getattr(diffusers, kind).__module__, shim.of) == shim.text
 
 
 def test_a_shim_stays_away_from_another_text(
     sim: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shims, "_text", lambda kind, names: "another")
+    monkeypatch.setattr(shims, "_text", lambda module, names: "another")
     report = report_of("nucleus", sim, FAMILIES["nucleus"].make(seed=0).to(sim), CALLS[:3])
     assert len(report.graphs[0].breaks) == plain_breaks("nucleus", sim)
 
 
 def test_a_text_that_is_not_found_is_another() -> None:
-    assert shims._text(nn.Linear, ("Linear.forward",))
-    assert shims._text(nn.Linear, ("Linear.no_such_method",)) == ""
+    assert shims._text(nn.Linear.__module__, ("Linear.forward",))
+    assert shims._text(nn.Linear.__module__, ("Linear.no_such_method",)) == ""
 
 
 def test_a_shim_stays_away_from_compiled_layers(sim: torch.device) -> None:
@@ -182,15 +182,16 @@ class TestAMaskOnTheHost:
         assert result.tolist() == [1, 4]
 
 
-def test_processors_of_others_see_the_mask_itself(sim: torch.device) -> None:
-    model = FAMILIES["mochi"].make(seed=0).to(sim)
-
-    class Own(type(model.transformer_blocks[0].attn1.processor)):  # type: ignore[misc]
-        pass
-
-    model.transformer_blocks[1].attn1.processor = Own()
-    report = report_of("mochi", sim, model, CALLS[:3])
-    assert len(report.graphs[0].breaks) == plain_breaks("mochi", sim)
+@pytest.mark.parametrize(("name", "attention"), [("mochi", "attn1"), ("qwenimage21", "attn")])
+def test_processors_of_others_see_the_mask_itself(
+    name: str, attention: str, sim: torch.device
+) -> None:
+    model = FAMILIES[name].make(seed=0).to(sim)
+    processor: Any = type(getattr(model.transformer_blocks[1], attention).processor)
+    own = type("OwnProcessor", (processor,), {})
+    getattr(model.transformer_blocks[1], attention).processor = own()
+    report = report_of(name, sim, model, CALLS[:3])
+    assert len(report.graphs[0].breaks) == plain_breaks(name, sim)
 
 
 class TestOtherAssignments:
