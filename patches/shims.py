@@ -83,6 +83,11 @@ def _text(module: str, names: tuple[str, ...]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _bound(model: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """A call's arguments by name: the model is the first. A wrapper's own signature may hide them."""
+    return inspect.signature(type(model).forward).bind(model, *args, **kwargs)
+
+
 def _hidream(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
     """The picture's size, put on the device and read back number by number at the end."""
     patchify = model.patchify
@@ -127,7 +132,7 @@ def _evenly(experts: Forward, number: int) -> Forward:
 def _glm_image(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
     """`embedding[drop] *= 0.0`, written as a choice: the number of dropped tokens does not matter.
     The forward gets nothing to drop."""
-    call = inspect.signature(forward).bind(*args, **kwargs)
+    call = _bound(model, args, kwargs)
     drop, embed = call.arguments["prior_token_drop"], model.prior_token_embedding
     plain = embed.forward
 
@@ -137,7 +142,7 @@ def _glm_image(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
 
     call.arguments["prior_token_drop"] = slice(0, 0)
     with mock.patch.object(embed, "forward", dropped):
-        return forward(*call.args, **call.kwargs)
+        return forward(*call.args[1:], **call.kwargs)
 
 
 def _all_have(blocks: nn.ModuleList, attention: str, processor: str) -> bool:
@@ -154,17 +159,17 @@ def _with_rows_by_choice(model: Any, forward: Forward, args: Any, kwargs: Any) -
 
 def _qwen_image21(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
     """Where in the sequence pictures are steers Python at eleven places: it is read once."""
-    call = inspect.signature(forward).bind(*args, **kwargs)
+    call = _bound(model, args, kwargs)
     if not _all_have(model.transformer_blocks, "attn", "QwenImage21AttnProcessor"):
         return forward(*args, **kwargs)
     call.arguments["img_mask"] = call.arguments["img_mask"].cpu()
     with _host_masks_as_positions():
-        return forward(*call.args, **call.kwargs)
+        return forward(*call.args[1:], **call.kwargs)
 
 
 def _mochi(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
     """Every layer asks which tokens of each prompt are real: the mask is read once."""
-    call = inspect.signature(forward).bind(*args, **kwargs)
+    call = _bound(model, args, kwargs)
     mask, embed = call.arguments["encoder_attention_mask"], model.time_embed
     if not _all_have(model.transformer_blocks, "attn1", "MochiAttnProcessor2_0"):
         return forward(*args, **kwargs)
