@@ -84,7 +84,7 @@ def _text(module: str, names: tuple[str, ...]) -> str:
 
 
 def _bound(model: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """A call's arguments by name: the model is the first. A wrapper's own signature may hide them."""
+    """A call's arguments by name, the model first. The signature of a wrapper may hide them."""
     return inspect.signature(type(model).forward).bind(model, *args, **kwargs)
 
 
@@ -179,7 +179,7 @@ def _mochi(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
 
     call.arguments["encoder_attention_mask"], plain = mask.cpu(), embed.forward
     with mock.patch.object(embed, "forward", embedded):
-        return forward(*call.args, **call.kwargs)
+        return forward(*call.args[1:], **call.kwargs)
 
 
 _SHIMS = {
