@@ -116,4 +116,4 @@ def _activation_bytes(body: TransformersModel, tokens: int) -> int:
         body.body(ids, torch.zeros_like(ids), attend)
     if not attended:
         raise Unsupported("no layer asks for attention")
-    return counted.peak
+    return int(counted.peak)

@@ -69,7 +69,7 @@ def fulfil(order: Order) -> dict[str, Any]:
             speaker = language_loading.load(model, where, trust=order.trust)
         texts = tokenized(speaker, order.prompts, order.max_tokens)
         with _told_in_one_line(order):
-            return {**_circumstances(order, where), **_answered(order, speaker, texts)}
+            return {**_circumstances(order, where), **answered(order, speaker, texts)}
 
 
 def _found(order: Order) -> tuple[language_models.LanguageModel, loading.Placement]:
@@ -104,12 +104,13 @@ def _refuse_attention(order: Order, where: loading.Placement) -> None:
         raise BadInput(f"--attention flashinfer needs CUDA, this runs on {where.device.type}")
 
 
-def _answered(order: Order, speaker: Speaker, texts: list[Text]) -> dict[str, Any]:
-    """Reads `texts` and says what was found and how long it took."""
+def answered(order: Order, speaker: Speaker, texts: list[Text]) -> dict[str, Any]:
+    """Reads `texts` with `speaker`, on whatever device that is, and says what was found and how
+    long it took."""
     runner = _runner(order, speaker)
     try:
         _tell(order, speaker, runner)
-        if _captures(order, speaker, runner):
+        if runner.report.mode != "eager":
             with captures_shown() as on_capture:
                 runner.capture(progress=on_capture)
         ours, own = _ways(order, speaker, runner)
@@ -132,25 +133,26 @@ def _answered(order: Order, speaker: Speaker, texts: list[Text]) -> dict[str, An
 def _runner(order: Order, speaker: Speaker) -> Any:
     from accel.patches.llm import prefill_runner
 
-    graphs = speaker.where.device.type == "cuda"
     return prefill_runner(
         speaker.model,
         max_tokens=order.max_tokens,
         max_requests=order.max_requests,
-        mode=order.mode if graphs else "eager",
+        mode=order.mode if _records(speaker) else "eager",
         attention=order.attention,
     )
 
 
-def _captures(order: Order, speaker: Speaker, runner: Any) -> bool:
-    on_a_gpu = speaker.where.device.type == "cuda"
-    return on_a_gpu and order.mode != "eager" and runner.report.declined is None
+def _records(speaker: Speaker) -> bool:
+    """Whether anything can be recorded on the model's device."""
+    from accel.backend import backend_for
+
+    return backend_for(speaker.where.device) is not None
 
 
 def _tell(order: Order, speaker: Speaker, runner: Any) -> None:
     if runner.report.declined is not None:
         note(f"prompts run one by one through the model's own forward: {runner.report.declined}")
-    elif speaker.where.device.type != "cuda" and order.mode != "eager":
+    elif order.mode != "eager" and not _records(speaker):
         note(f"no graphs on {speaker.where.device.type}: the model runs eagerly")
 
 
