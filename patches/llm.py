@@ -83,6 +83,8 @@ class TransformersModel:
         self._probe = StateProbe(model)
         self._lock = _locks.setdefault(self._decoder, threading.RLock())
         self._capped = False
+        split = (getattr(model, "tp_size", None) or 1) > 1
+        self._ranks: Any = torch.distributed.new_group(backend="gloo") if split else None
 
     def objection(self) -> str | None:
         """As `PrefillModel.objection`."""
@@ -144,6 +146,14 @@ class TransformersModel:
     def state(self) -> Any:
         """As `PrefillModel.state`: hooks, adapters and their scales, plain attributes."""
         return self._probe()
+
+    def agree(self, fine: bool) -> bool:
+        """As `PrefillModel.agree`, over a group of its own that needs no device."""
+        if self._ranks is None:
+            return fine
+        verdict = torch.tensor(int(fine))
+        torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MIN, self._ranks)
+        return bool(verdict.item())
 
     def generate_kwargs(
         self,

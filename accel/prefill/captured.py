@@ -5,7 +5,8 @@ Knows how a `PackedBody` becomes a graph. Does not know when (graphs.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from accel.graph import BreakableGraph, as_break, capture
 from accel.memory import Pool
 from accel.prefill.attention import Attention, Unsupported
 from accel.prefill.batch import Batch, Buffers, Request, pack
+from accel.prefill.model import PrefillModel
 from accel.prefill.packed_body import Attending, PackedBody, packed_mask
 
 
@@ -31,6 +33,21 @@ class Captured(Protocol):
         """Device memory that belongs to this graph and lies outside the pool, in bytes."""
 
 
+@contextlib.contextmanager
+def _on_all_ranks(model: PrefillModel, graph: BreakableGraph) -> Iterator[None]:
+    """Captures the body on every rank or on none. They agree before the last segment runs for the
+    first time: its collectives would wait for ever for a rank that has none."""
+    model.agree(True)
+    with model.capturing(), capture(graph, automatic=False):
+        try:
+            yield
+        except BaseException:
+            model.agree(False)
+            raise
+        if not model.agree(True):
+            raise Unsupported("another rank could not capture")
+
+
 class BreakableBody:
     """Every layer's attention is a break. Only ids and positions have addresses that count."""
 
@@ -41,15 +58,14 @@ class BreakableBody:
         batch = self._load([Request((0,) * bucket)])
         batch.positions.zero_()  # harmless ones: a table of positions may end before the bucket
         attending = Attending(body.groups, as_break(body.attend, pure=False, kind="attention"))
-        with body.model.capturing(), capture(self.graph, automatic=False):
+        with _on_all_ranks(body.model, self.graph):
             hidden = body.model.body(batch.ids, batch.positions, attending)
             output[:bucket].copy_(hidden[0])
-        self._check_breaks()
+            self._check_breaks()
 
     def _check_breaks(self) -> None:
         fired = sum(b.kind == "attention" for b in self.graph.breaks)
         if fired != len(self._body.groups):
-            self.graph.discard()
             layers = len(self._body.groups)
             raise Unsupported(f"{fired} attention breaks fired for {layers} attention layers")
 
@@ -98,7 +114,7 @@ class FullBody:
         self.graph = BreakableGraph(pool)
         batch = self._load([self._largest()])
         batch.positions.zero_()
-        with body.model.capturing(), capture(self.graph, automatic=False):
+        with _on_all_ranks(body.model, self.graph):
             output[:bucket].copy_(self._record(batch)[0])
 
     def _largest(self) -> Request:

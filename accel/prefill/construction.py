@@ -58,7 +58,10 @@ def _tested_body(setup: Setup, report: PrefillReport) -> tuple[PackedBody | None
         if setup.attention != "auto":
             raise ValueError(f"attention={setup.attention!r}: {why_not}") from None
         return None, str(why_not)
-    return body, _self_test(body, setup.ladder)
+    why = _self_test(body, setup.ladder)
+    if not setup.model.agree(why is None):
+        why = why or "self-test: another rank's result differs"
+    return body, why
 
 
 def _body(setup: Setup, report: PrefillReport) -> PackedBody:

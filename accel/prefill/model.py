@@ -63,6 +63,10 @@ class PrefillModel(Protocol):
     def state(self) -> object:
         """What, besides weights, captured work depends on. Graphs of another state are dropped."""
 
+    def agree(self, fine: bool) -> bool:
+        """Whether every rank that holds a part of the model says `fine`: a barrier, on the host
+        alone. On one device: `fine`."""
+
     def generate_kwargs(
         self,
         prompts: Sequence[Sequence[int]],

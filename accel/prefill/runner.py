@@ -62,6 +62,9 @@ class PrefillRunner:
         self._pool = Pool(model.device) if backend_for(model.device) else None
         self._graphs: Graphs | None = None
         self.report = PrefillReport(model.name, mode, attention)
+        if self._pool is None and mode != "eager":
+            self.report.mode = mode = "eager"
+            self.report.notes.append(f"mode='eager': nothing can be captured on {model.device}")
         with self._alone():
             setup = Setup(model, self._ladder, max_requests, cache_tokens, mode, attention)
             self._body = set_up(setup, self.report)

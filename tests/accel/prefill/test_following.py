@@ -88,6 +88,26 @@ def test_a_failed_capture_runs_eagerly_with_the_reason(tiny: TinyModel, make: Ma
     assert why in runner.report.notes
 
 
+@pytest.mark.parametrize("mode", ["breakable", "full"])
+def test_what_another_rank_cannot_capture_is_eager_here(
+    mode: str, tiny: TinyModel, make: Make
+) -> None:
+    runner = make(tiny, mode=mode, buckets=(64,))
+    tiny.another_rank_fails = True
+    assert agrees(runner, tiny)
+    assert runner.report.captures == 0
+    [reason] = runner.report.reasons
+    assert reason.endswith("another rank could not capture")
+
+
+def test_a_rank_that_cannot_capture_tells_the_others(tiny: TinyModel, make: Make) -> None:
+    runner = make(tiny)
+    tiny.verdicts.clear()
+    tiny.fails_in_capture = RuntimeError
+    runner.capture()
+    assert tiny.verdicts == [True, False] * 4  # a barrier, then the verdict, bucket by bucket
+
+
 def test_out_of_memory_while_capturing_is_eager_with_the_bytes(
     sim: torch.device, make: Make
 ) -> None:

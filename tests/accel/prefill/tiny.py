@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from accel.graph import current_recording
 from accel.prefill.attention import AttentionGroup, Unsupported
 from accel.prefill.model import Attend
 
@@ -81,6 +82,8 @@ class TinyModel:
         self.bodies = 0
         self.fails_in_capture: type[Exception] | None = None
         self.setting = 0
+        self.another_rank_fails = False
+        self.verdicts: list[bool] = []
 
     def objection(self) -> str | None:
         return None
@@ -88,6 +91,8 @@ class TinyModel:
     def body(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         self.bodies += 1
         hidden: torch.Tensor = self.module(ids, positions, attend)
+        if self.fails_in_capture is not None and current_recording() is not None:
+            raise self.fails_in_capture("the capture was refused")
         return hidden + F.pad(hidden, (0, 0, 1, 0))[:, :-1] if self.leak else hidden
 
     def masked_body(
@@ -123,12 +128,14 @@ class TinyModel:
         return (weights @ values).transpose(0, 1)
 
     def capturing(self) -> AbstractContextManager[Any]:
-        if self.fails_in_capture is not None:
-            raise self.fails_in_capture("the capture was refused")
         return contextlib.nullcontext()
 
     def state(self) -> object:
         return self.setting
+
+    def agree(self, fine: bool) -> bool:
+        self.verdicts.append(fine)
+        return fine and not self.another_rank_fails
 
     def generate_kwargs(
         self,
