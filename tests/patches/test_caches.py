@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
+from diffusers.models.transformers.transformer_flux2 import (
+    Flux2KVAttnProcessor,
+    Flux2KVCache,
+    Flux2KVParallelSelfAttnProcessor,
+)
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from torch import Tensor, nn
@@ -133,6 +137,38 @@ class TestACacheOfGlmImage:
                     cache.set_mode(mode)
                 twins.call(step, kv_caches=...)
         assert (twins.report.captures, twins.report.replays) == (2, 4), twins.report
+
+
+class TestACacheThatTheFirstStepReturns:
+    """FLUX.2 klein with reference pictures."""
+
+    def step(self, twins: Twins, seed: int, **options: Any) -> None:
+        results = []
+        for i, (model, place) in enumerate(
+            ((twins.plain, twins.eager_on), (twins.patched, twins.device))
+        ):
+            given = {k: twins.caches[i] if x is ... else x for k, x in options.items()}
+            inputs = moved(twins.family.inputs(seed, 0), place)
+            with torch.no_grad():
+                picture, *cache = model(**{**inputs, "return_dict": False}, **given)
+            results.append(picture.cpu())
+            if cache:
+                twins.caches = (*twins.caches[:i], cache[0], *twins.caches[i + 1 :])
+        assert_same(results[1], results[0])
+
+    def test_is_read_by_replays_of_the_others(self, device: torch.device) -> None:
+        twins = Twins("flux2", device, lambda: None)
+        for model in (twins.plain, twins.patched):
+            for block in model.transformer_blocks:
+                block.attn.set_processor(Flux2KVAttnProcessor())
+            for block in model.single_transformer_blocks:
+                block.attn.set_processor(Flux2KVParallelSelfAttnProcessor())
+        for picture in range(3):
+            self.step(twins, 10 * picture, kv_cache_mode="extract", num_ref_tokens=2)
+            for step in (1, 2, 3):
+                self.step(twins, 10 * picture + step, kv_cache=..., kv_cache_mode="cached")
+        assert twins.report.captures == 1, twins.report
+        assert twins.report.replays == 7, twins.report
 
 
 class TestContents:
