@@ -155,7 +155,7 @@ class Break:
             backend.synchronize(backend.current_stream(self._pool.device))
 
 
-def _without_base(x: torch.Tensor) -> torch.Tensor:
+def _without_base(x: Any) -> Any:
     """`x`, or where it is a view another that keeps nothing but the memory: the tensor that `x` is
     a view of would be taken for one that the model keeps."""
     return x if x._base is None else laid_out(x, x.untyped_storage(), x.storage_offset())

@@ -210,6 +210,7 @@ class Recording:
             try:
                 segment.end()
                 pool.bury([segment])
+                pool.backend.clear_workspaces()
             except Exception:
                 pool.may_cut &= not self._was_cut
                 pool.abandon(segment)

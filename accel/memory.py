@@ -30,8 +30,9 @@ class Pool:
 
     Any thread may use a pool. Discarded segments wait in the graveyard until the generation ends:
     destroying one can take a workspace away from the others. An anchor, an empty recording, keeps
-    the pool's id alive while no graph does. `memory_limit` is in bytes. `tenants` have a method
-    `forget_graphs`, called when a new generation begins. `unrecordable` are ops that a recording
+    the pool's id alive while no graph does. `memory_limit` is in bytes. `tenants` say
+    whether they have graphs in it, `has_graphs`; when a new generation begins `forget_graphs` is
+    called. `unrecordable` are ops that a recording
     failed on: from the next one on they are breaks. `may_cut` is off once a recording in several
     segments failed: work forked to another stream cannot be cut in two.
 
@@ -147,6 +148,11 @@ class Pool:
                 self._last_use.synchronize()
             self._open_generation()
             self.backend.empty_cache()
+
+    def retire_if_unused(self) -> None:
+        """Gives the memory back that nobody's graphs are in."""
+        if not any(tenant.has_graphs for tenant in self.tenants):
+            self.retire()
 
     def close(self) -> None:
         """Gives the pool up for good: its anchor and its stream's memory go too."""

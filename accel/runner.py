@@ -7,6 +7,7 @@ recording is made (recorded.py, graph.py, record.py) nor what a pipeline is.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import threading
 from collections import Counter
@@ -28,7 +29,7 @@ from accel.recorded import Recorded
 from accel.reporting import PartReport
 from accel.signature import Signature, Uncapturable, argument_name, signature
 
-HOST_SLACK = 0.25
+HOST_SLACK = 0.15
 """Share of the device's time still to come when the host returns, from which graphs do not help."""
 LEAST_GAIN = 1.05
 """Eager time over replay time below which a recording is dropped again."""
@@ -161,6 +162,11 @@ class GraphRunner:
             return self._judged_eager(entry, call)
         return self._eager(reason, call)
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether there is a recording to replay."""
+        return any(entry.variants for entry in self.entries.values())
+
     def forget_graphs(self) -> None:
         """Drops every recording; what was learned about signatures stays."""
         for entry in self.entries.values():
@@ -265,6 +271,7 @@ class GraphRunner:
         gain = entry.eager_seconds / max(min(entry.judged), 1e-9)
         if len(entry.judged) == JUDGED_REPLAYS and gain < LEAST_GAIN:
             entry.decline(f"a replay is only {gain:.2f} times as fast as an eager call")
+            self.pool.retire_if_unused()
         return result
 
     def _replay_or_record(self, entry: Entry, key: Signature, call: Any) -> Any:
@@ -372,6 +379,7 @@ class GraphRunner:
         self.pool.make_room()
         pool, state = self.pool, self._state()
         undo, learned = self._remember(), (len(pool.unrecordable), pool.may_cut)
+        live = self._backend.live_blocks(pool.id)
 
         def objection() -> str | None:
             changes = self._around() != state[1:]
@@ -389,7 +397,18 @@ class GraphRunner:
             recorded.state = state
             return self._kept(entry, recorded)
         again = learned != (len(pool.unrecordable), pool.may_cut)
-        return self._eager_after_failure(entry, failure, call, again)
+        try:
+            return self._eager_after_failure(entry, failure, call, again)
+        finally:
+            if self._has_leaked(live):
+                pool.retire()  # or older graphs would write what someone keeps
+
+    def _has_leaked(self, live: set[int]) -> bool:
+        """Whether anyone keeps memory of the pool that was not in use before."""
+        if self._backend.live_blocks(self.pool.id) <= live:
+            return False
+        gc.collect()
+        return not self._backend.live_blocks(self.pool.id) <= live
 
     def _kept(self, entry: Entry, recorded: Recorded) -> Any:
         for least_used in entry.variants[VARIANTS - 1 :]:

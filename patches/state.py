@@ -89,7 +89,16 @@ class StateProbe:
         0
         """
         self()
-        return (lambda: None) if self._watch is None else self._watch.put_back
+        watch, module = self._watch, self._module()
+        if watch is None or module is None:
+            return lambda: None
+        weights = _Weights(watch.modules)
+
+        def put_back() -> None:
+            watch.put_back()
+            weights.put_back()
+
+        return put_back
 
     def veto(self) -> str | None:
         """Why nothing may be recorded just now, in words; None if nothing speaks against it."""
@@ -186,7 +195,7 @@ class _Watch:
     means to put everything back."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self._modules = modules
+        self.modules = modules
         self._torchs = [m.__dict__ for m in modules if type(m).__module__.startswith("torch.")]
         owns = _of_others(modules)
         self._helpers = _helpers(owns)
@@ -212,7 +221,7 @@ class _Watch:
         return (
             list(map(len, self._torchs)),
             [attributes.get("training") for attributes in self._torchs],
-            list(map(type, self._modules)),
+            list(map(type, self.modules)),
             list(map(type, self._helpers)),
             [getattr(kind, "forward", None) for kind in self._kinds],
             [tuple(hook) for hook in self._hooks if hook],
@@ -243,6 +252,22 @@ class _Watch:
                     before = _plain(before) | _patches_in(box)
                 box.clear()
                 (box.extend if isinstance(box, list) else box.update)(before)
+
+
+class _Weights:
+    """Where weights lie and what hangs on them (a quantizer's scales, until the first call)."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        found = [x for m in modules for x in (*m._parameters.values(), *m._buffers.values())]
+        self._weights = [(x, x.data, dict(vars(x))) for x in found if x is not None]
+
+    def put_back(self) -> None:
+        for weight, data, own in self._weights:
+            if identities(vars(weight)) != identities(own):
+                vars(weight).clear()
+                vars(weight).update(own)
+            if weight.data_ptr() != data.data_ptr():
+                weight.data = data
 
 
 def _patches_in(box: Any) -> dict[str, Any]:

@@ -38,6 +38,16 @@ def wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Switch:
     return lambda monkeypatch: monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
 
 
+def together(*switches: Switch) -> Switch:
+    """Several protections, each of which would be enough, switched off at once."""
+
+    def switch(monkeypatch: pytest.MonkeyPatch) -> None:
+        for each in switches:
+            each(monkeypatch)
+
+    return switch
+
+
 def new_runner(function: Any, device: torch.device, **options: Any) -> GraphRunner:
     """A runner that records whatever it can, in a pool of its own unless one is given."""
     return GraphRunner(function, **{"pool": Pool(device), "capture": "always", **options})

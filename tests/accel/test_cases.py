@@ -304,4 +304,5 @@ class TestWorth:
         runner = self.run(self.small_ops, sim)
         assert runner.report.captures == 1
         assert "times as fast as an eager call" in str(runner.report.declined)
+        assert runner.pool.bytes() == 0
         assert runner.report.graphs == []

@@ -253,3 +253,34 @@ class TestL6Graveyard:
         gc.collect()
         assert segment() is None
         assert pool.bytes() == 0
+
+
+def test_what_a_refused_recording_left_somewhere_is_not_overwritten_by_older_graphs(
+    twin: MakeTwin,
+) -> None:
+    def build() -> Any:
+        kept: dict[str, Tensor] = {}
+        calls: list[int] = []
+
+        def forward(x: Tensor) -> Tensor:
+            if x.shape[0] == 2:
+                for _ in range(6):
+                    x = (x * 2).relu() + 1
+                return x
+            calls.append(1)
+            if len(calls) == 2:
+                kept["table"] = x * 0 + 5
+            y = x * 3
+            return y + kept["table"] if "table" in kept else y
+
+        return forward
+
+    both = twin(build)
+    for seed in range(3):
+        both(seed, lambda draw: (draw(2, 64),))
+    for seed in range(3):
+        both(seed, lambda draw: (draw(4, 32),))
+        both(seed, lambda draw: (draw(2, 64),))
+    for seed in range(4):
+        both(seed, lambda draw: (draw(2, 64),))
+        both(seed, lambda draw: (draw(4, 32),))

@@ -7,6 +7,7 @@ have to look inside, and at what the module has now, not at what a wrapper that 
 from __future__ import annotations
 
 import gc
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -197,15 +198,43 @@ def test_inner_tensors_are_not_kept_alive(device: torch.device, runner: MakeRunn
 class TestWithoutFlatten:
     """Subclasses that do not tell torch what they are made of."""
 
-    def test_a_wrapper_as_a_weight_is_declined(
-        self, twin: MakeTwin, device: torch.device
-    ) -> None:
+    def test_a_wrapper_as_a_weight_is_declined(self, twin: MakeTwin, device: torch.device) -> None:
         both = twin(lambda: quantize(net().to(device), Opaque))  # torch cannot move it later
         call(both, 0, 1, 2)
         change(both, negate_scale)
         call(both, 3, 4)
         assert both.report.replays == 0
         assert "a weight is a Opaque" in str(both.report.declined)
+
+    class Handed(nn.Module):
+        """In its first call, the layer takes over what its weight brought along."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            weight: Any = nn.Parameter(torch.randn(8, 8).as_subclass(Tagged), requires_grad=False)
+            self.weight, self.state = weight, types.SimpleNamespace(gain=None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if getattr(self.weight, "gain", None) is not None:
+                self.state.gain, self.weight.gain = self.weight.gain, None
+            gain = self.state.gain
+            return x @ self.weight.as_subclass(Tensor) * (0 if gain is None else gain)
+
+    def test_a_weight_that_hands_over_its_scale_in_the_first_call(
+        self, twin: MakeTwin, device: torch.device
+    ) -> None:
+        both = twin(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+        call(both, 0, 1, 2)
+
+        def swap(model: Any) -> None:
+            torch.manual_seed(1)
+            model[1] = self.Handed().to(device)
+            model[1].weight.gain = torch.full((8,), 3.0, device=device)
+
+        change(both, swap)
+        for seed in range(3, 8):
+            call(both, seed)
+        assert both.watched[1].state.gain.tolist() == [3.0] * 8
 
     class Gained(nn.Module):
         """Multiplies by a weight of another class, and by that weight's gain."""

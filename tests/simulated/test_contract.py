@@ -101,9 +101,7 @@ def test_a_segment_takes_no_random_numbers_and_others_may_draw_meanwhile(
         y = x + 1
         with pytest.raises(RuntimeError, match="generator not in capture mode"):
             torch.rand(8, device=device)
-        other = threading.Thread(
-            target=lambda: drawn.append(torch.rand(8, device=device).tolist())
-        )
+        other = threading.Thread(target=lambda: drawn.append(torch.rand(8, device=device).tolist()))
         other.start()
         other.join()
         z = y * 3
