@@ -70,7 +70,7 @@ class TransformersModel:
     def __init__(self, model: Any) -> None:
         if not hasattr(model, "get_decoder") or not hasattr(model, "config"):
             raise ValueError(f"{type(model).__name__} is no transformers causal LM")
-        self._model, self._decoder = model, model.get_decoder()
+        self._model, self._decoder = model, _decoder_of(model)
         config = self._decoder.config
         embeddings = self._decoder.get_input_embeddings().weight
         self.module = model
@@ -83,6 +83,7 @@ class TransformersModel:
         self._probe = StateProbe(model)
         self._lock = _locks.setdefault(self._decoder, threading.RLock())
         self._capped = False
+        self._output_class: Any = None
         split = (getattr(model, "tp_size", None) or 1) > 1
         self._ranks: Any = torch.distributed.new_group(backend="gloo") if split else None
 
@@ -119,7 +120,9 @@ class TransformersModel:
             return self._hidden(input_ids=ids[None])[0]
 
     def _hidden(self, **inputs: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self._decoder(**inputs, use_cache=False).last_hidden_state
+        output = self._decoder(**inputs, use_cache=False)
+        self._output_class = type(output)
+        hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -128,7 +131,8 @@ class TransformersModel:
         if self._decoder is self._model:
             return hidden
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=self.device)
-        with self._lock, _returning(self._decoder, hidden[None]):
+        output = self._output_class(last_hidden_state=hidden[None])
+        with self._lock, _returning(self._decoder, output):
             logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits
         return logits[0]
 
@@ -181,6 +185,15 @@ class TransformersModel:
             "attention_mask": torch.tensor(mask, device=self.device),
             name or "past_key_values": cache,
         }
+
+
+def _decoder_of(model: Any) -> Any:
+    """The part between token ids and hidden states; the model itself if it has no head."""
+    decoder = model.get_decoder()
+    if decoder is not model or model.get_output_embeddings() is None:
+        return decoder
+    embeddings = model.get_input_embeddings()
+    return next((m for m in model.children() if embeddings in [*m.modules()][1:]), model)
 
 
 def _padded(states: torch.Tensor, length: int) -> torch.Tensor:
@@ -261,20 +274,16 @@ def _forward_of(module: nn.Module, forward: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _returning(decoder: nn.Module, hidden: torch.Tensor) -> Iterator[None]:
-    """While open, `decoder` in this thread computes nothing and returns `hidden`."""
-    from transformers.modeling_outputs import MoeModelOutputWithPast
-
-    original, _rerouted.hidden = decoder.forward, hidden
+def _returning(decoder: nn.Module, output: Any) -> Iterator[None]:
+    """While open, `decoder` in this thread computes nothing and returns `output`."""
+    original, _rerouted.output = decoder.forward, output
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        mine = getattr(_rerouted, "hidden", None)
-        if mine is None:
-            return original(*args, **kwargs)
-        return MoeModelOutputWithPast(last_hidden_state=mine)
+        mine = getattr(_rerouted, "output", None)
+        return original(*args, **kwargs) if mine is None else mine
 
     try:
         with _forward_of(decoder, forward):
             yield
     finally:
-        _rerouted.hidden = None
+        _rerouted.output = None

@@ -106,8 +106,12 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         """Device memory, in bytes."""
-        held = (self.rows, self.slots, self.kv_rows)
-        return sum(x.nbytes for x in held if x is not None)
+        return sum(x.nbytes for x in self.tensors)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that there are."""
+        return [x for x in (self.rows, self.slots, self.kv_rows) if x is not None]
 
     @classmethod
     def new(

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from accel.graph import BreakableGraph, as_break, capture
+from accel.graph import OURS, WEIGHT, BreakableGraph, as_break, capture
 from accel.memory import Pool
 from accel.prefill.attention import Attention, Unsupported
 from accel.prefill.batch import Batch, Buffers, Request, pack
-from accel.prefill.model import PrefillModel
 from accel.prefill.packed_body import Attending, PackedBody, packed_mask
 
 
@@ -33,12 +33,33 @@ class Captured(Protocol):
         """Device memory that belongs to this graph and lies outside the pool, in bytes."""
 
 
+@dataclass
+class Ground:
+    """What all graphs of a runner share: the pool, and the output buffer `[max_tokens, hidden]`.
+
+    `automatic` has the op-level recorder find what cannot be recorded. Most bodies need it not, and
+    it costs time an op; some upload a constant in the middle.
+    """
+
+    pool: Pool
+    output: torch.Tensor
+    automatic: bool = False
+
+
 @contextlib.contextmanager
-def _on_all_ranks(model: PrefillModel, graph: BreakableGraph) -> Iterator[None]:
+def _on_all_ranks(
+    body: PackedBody, ground: Ground, graph: BreakableGraph, buffers: Buffers
+) -> Iterator[None]:
     """Captures the body on every rank or on none. They agree before the last segment runs for the
     first time: its collectives would wait for ever for a rank that has none."""
+    model = body.model
     model.agree(True)
-    with model.capturing(), capture(graph, automatic=False):
+    origins = _origins(body, ground, buffers) if ground.automatic else {}
+    with (
+        model.capturing(),
+        capture(graph, automatic=ground.automatic, origins=origins) as recording,
+    ):
+        graph.held.append(recording.held)
         try:
             yield
         except BaseException:
@@ -48,19 +69,29 @@ def _on_all_ranks(model: PrefillModel, graph: BreakableGraph) -> Iterator[None]:
             raise Unsupported("another rank could not capture")
 
 
+def _origins(body: PackedBody, ground: Ground, buffers: Buffers) -> dict[int, str]:
+    """By address: weights, and buffers of ours, which recorded work may write and nobody frees."""
+    storage, module = ground.pool.backend.storage, body.model.module
+    ours = [ground.output, *buffers.tensors, *(body.cache.tensors if body.cache else ())]
+    weights = dict.fromkeys((*module.parameters(), *module.buffers()), WEIGHT)
+    return {
+        storage(x).data_ptr(): kind for x, kind in (weights | dict.fromkeys(ours, OURS)).items()
+    }
+
+
 class BreakableBody:
     """Every layer's attention is a break. Only ids and positions have addresses that count."""
 
-    def __init__(self, body: PackedBody, pool: Pool, bucket: int, output: torch.Tensor) -> None:
+    def __init__(self, body: PackedBody, ground: Ground, bucket: int) -> None:
         self._body, self.bucket = body, bucket
         self._buffers = Buffers.new(bucket, body.model.device)
-        self.graph = BreakableGraph(pool)
+        self.graph = BreakableGraph(ground.pool)
         batch = self._load([Request((0,) * bucket)])
         batch.positions.zero_()  # harmless ones: a table of positions may end before the bucket
         attending = Attending(body.groups, as_break(body.attend, pure=False, kind="attention"))
-        with _on_all_ranks(body.model, self.graph):
+        with _on_all_ranks(body, ground, self.graph, self._buffers):
             hidden = body.model.body(batch.ids, batch.positions, attending)
-            output[:bucket].copy_(hidden[0])
+            ground.output[:bucket].copy_(hidden[0])
             self._check_breaks()
 
     def _check_breaks(self) -> None:
@@ -99,9 +130,7 @@ class FullBody:
     Captured with the largest batch there can be, all of it in the cache's dummy page.
     """
 
-    def __init__(
-        self, body: PackedBody, pool: Pool, bucket: int, output: torch.Tensor, paged: bool
-    ) -> None:
+    def __init__(self, body: PackedBody, ground: Ground, bucket: int, paged: bool) -> None:
         self._body, self.bucket, self._paged = body, bucket, paged
         cache = body.cache
         pages = -(-body.kv_bound // cache.page_size) + body.slots if cache else 0
@@ -111,11 +140,11 @@ class FullBody:
         if body.groups:
             room = body.room(bucket, static=True, paged=paged)
             self._attention = body.backend.attention(room)
-        self.graph = BreakableGraph(pool)
+        self.graph = BreakableGraph(ground.pool)
         batch = self._load([self._largest()])
         batch.positions.zero_()
-        with _on_all_ranks(body.model, self.graph):
-            output[:bucket].copy_(self._record(batch)[0])
+        with _on_all_ranks(body, ground, self.graph, self._buffers):
+            ground.output[:bucket].copy_(self._record(batch)[0])
 
     def _largest(self) -> Request:
         cache, ids = self._body.cache, (0,) * self.bucket

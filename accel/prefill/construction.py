@@ -55,8 +55,6 @@ def _tested_body(setup: Setup, report: PrefillReport) -> tuple[PackedBody | None
     try:
         body = _body(setup, report)
     except Unsupported as why_not:
-        if setup.attention != "auto":
-            raise ValueError(f"attention={setup.attention!r}: {why_not}") from None
         return None, str(why_not)
     why = _self_test(body, setup.ladder)
     if not setup.model.agree(why is None):
@@ -76,7 +74,14 @@ def _body(setup: Setup, report: PrefillReport) -> PackedBody:
     if groups:
         static, paged = setup.mode == "full", bool(setup.cache_tokens)
         kinds = list(dict.fromkeys(groups))
-        backend, passed = choose(setup.attention, model.device, kinds, static=static, paged=paged)
+        try:
+            backend, passed = choose(
+                setup.attention, model.device, kinds, static=static, paged=paged
+            )
+        except Unsupported as why:
+            if setup.attention == "auto":
+                raise
+            raise ValueError(f"attention={setup.attention!r}: {why}") from None
         report.notes += passed
     report.attention = backend.name if groups else "own"
     cache = _cache(setup, groups, report)

@@ -13,7 +13,7 @@ import torch
 from accel.guard import Ambient, WeightGuard
 from accel.memory import Pool
 from accel.prefill.buckets import Ladder
-from accel.prefill.captured import BreakableBody, Captured, FullBody
+from accel.prefill.captured import BreakableBody, Captured, FullBody, Ground
 from accel.prefill.packed_body import PackedBody
 from accel.prefill.report import BucketReport, PrefillReport
 
@@ -35,6 +35,7 @@ class Graphs:
         model = body.model
         shape = ladder.largest, model.hidden_size
         self.output = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self._ground = Ground(pool, self.output)
         report.output_bytes = self.output.nbytes
         self._guard = WeightGuard(model.module, pool.backend)
         self._captured: dict[tuple[int, bool], Captured] = {}
@@ -113,11 +114,7 @@ class Graphs:
         pool.make_room()
         before, started = pool.bytes(), pool.backend.now()
         try:
-            captured: Captured
-            if self._full:
-                captured = FullBody(self._body, pool, bucket, self.output, paged)
-            else:
-                captured = BreakableBody(self._body, pool, bucket, self.output)
+            captured = self._with_or_without_recorder(bucket, paged)
         except torch.OutOfMemoryError:
             free, _ = pool.backend.memory(pool.device)
             return f"bucket {bucket} not captured: out of memory, {free:,} bytes free"
@@ -139,6 +136,27 @@ class Graphs:
             )
         )
         return captured
+
+    def _with_or_without_recorder(self, bucket: int, paged: bool) -> Captured:
+        """What the plain capture of the first bucket fails on, the op-level recorder may know."""
+        try:
+            return self._attempt(bucket, paged)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as first:
+            if self._ground.automatic or self._captured:
+                raise
+            self._ground.automatic = True
+            try:
+                return self._attempt(bucket, paged)
+            except Exception:
+                self._ground.automatic = False
+                raise first from None
+
+    def _attempt(self, bucket: int, paged: bool) -> Captured:
+        if self._full:
+            return FullBody(self._body, self._ground, bucket, paged)
+        return BreakableBody(self._body, self._ground, bucket)
 
     def count(self, captured: Captured, paged: bool) -> None:
         """Counts one replay."""

@@ -79,7 +79,12 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Device memory of all layers, in bytes."""
-        return sum(x.nbytes for x in (*self._keys, *self._values))
+        return sum(x.nbytes for x in self.tensors)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Keys and values of all layers."""
+        return [*self._keys, *self._values]
 
     @property
     def free_tokens(self) -> int:
@@ -127,5 +132,5 @@ class KVCache:
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies a page in all layers: a request continues in a page that others go on reading."""
-        for tensor in (*self._keys, *self._values):
+        for tensor in self.tensors:
             tensor[target].copy_(tensor[source])

@@ -119,8 +119,10 @@ def prompts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
 def own_hidden(model: Any, prompt: list[int]) -> torch.Tensor:
     """`[tokens, hidden]` from the model's own forward."""
     ids = torch.tensor([prompt], device=model.device)
+    decoder = model.get_decoder()
+    decoder = model.model if decoder is model and hasattr(model, "model") else decoder
     with torch.no_grad():
-        hidden: torch.Tensor = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        hidden: torch.Tensor = decoder(input_ids=ids, use_cache=False).last_hidden_state
     return hidden[0]
 
 

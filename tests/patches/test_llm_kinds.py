@@ -1,0 +1,169 @@
+"""Models that the runner was not written for: right by graphs, or declined with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import accel
+from tests.patches.llm_families import SMALL, own_hidden, own_logits, prompts_of, tiny_lm
+
+PROMPTS = prompts_of(30, 7, 12)
+
+
+def build(kind: str, device: torch.device, **options: Any) -> Any:
+    """A tiny causal LM of any class, in evaluation mode."""
+    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **options})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+        return getattr(transformers, name)(config).eval().to(device)
+
+
+def right(runner: Any, model: Any) -> bool:
+    """Whether hidden states and logits are the model's own."""
+    result = runner(PROMPTS)
+    return all(
+        torch.allclose(result.hidden(i), own_hidden(model, prompt), atol=1e-5)
+        and torch.allclose(result.logits[i], own_logits(model, prompt)[-1], atol=1e-5)
+        for i, prompt in enumerate(PROMPTS)
+    )
+
+
+def runner_of(model: Any, **options: Any) -> Any:
+    return accel.prefill_runner(model, max_tokens=256, buckets=(64,), **options)
+
+
+def longrope(limit: int) -> dict[str, Any]:
+    """RoPE with other frequencies beyond `limit` tokens."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    kind = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0}
+    return {"rope_parameters": {**kind, **factors, "original_max_position_embeddings": limit}}
+
+
+@pytest.mark.parametrize("mode", ["breakable", "full"])
+def test_longrope_runs_by_graphs_up_to_its_short_length(mode: str, device: torch.device) -> None:
+    model = build("Phi3", device, original_max_position_embeddings=64, **longrope(64))
+    runner = runner_of(model, mode=mode, attention="reference")
+    assert runner.report.declined is None
+    assert right(runner, model) and right(runner, model)
+    assert (runner.report.replays, runner.report.recaptures) == (2, 0)
+    with pytest.raises(ValueError, match="prompt 0 has 65 tokens, the model takes 64"):
+        runner(prompts_of(65))
+
+
+def test_a_table_of_positions_ends_where_it_ends(device: torch.device) -> None:
+    model = build("GPT2", device, n_embd=32, n_layer=2, n_head=4, max_position_embeddings=100)
+    runner = runner_of(model, attention="reference")
+    assert runner.report.declined is None
+    assert right(runner, model) and runner.report.replays == 1
+    with pytest.raises(ValueError, match="prompt 0 has 101 tokens, the model takes 100"):
+        runner(prompts_of(101))
+
+
+DECLINED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "dynamic RoPE": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+        "dynamic RoPE",
+    ),
+    "no attention": (
+        "Mamba",
+        {"state_size": 4, "expand": 2, "time_step_rank": 4},
+        "",
+    ),
+    "recurrent layers": (
+        "Qwen3Next",
+        {
+            "head_dim": 8,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "experts_implementation": "eager",
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        "self-test",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DECLINED)
+def test_declined_with_the_reason_and_right_all_the_same(case: str, sim: torch.device) -> None:
+    kind, options, says = DECLINED[case]
+    model = build(kind, torch.device("cpu"), **options)
+    runner = runner_of(model)
+    assert runner.report.declined is not None and says in runner.report.declined
+    assert right(runner, model)
+    assert runner.report.own_passes == len(PROMPTS)
+
+
+def test_chunked_attention_that_only_the_mask_knows_is_found(device: torch.device) -> None:
+    config = transformers.Llama4TextConfig(
+        **{**SMALL, "pad_token_id": 0},
+        head_dim=8,
+        attention_chunk_size=40,
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+        moe_layers=[],
+        no_rope_layers=[1, 1],
+        attn_temperature_tuning=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = transformers.Llama4ForCausalLM(config).eval().to(device)
+    runner = runner_of(model, attention="reference")
+    assert runner.report.declined is not None and "self-test" in runner.report.declined
+    assert right(runner, model)
+
+
+def test_a_decoder_without_a_head_gives_hidden_states(device: torch.device) -> None:
+    model = tiny_lm("qwen3", device).get_decoder()
+    result = accel.prefill_runner(model, max_tokens=256, attention="reference")(PROMPTS)
+    for i, prompt in enumerate(PROMPTS):
+        assert torch.allclose(result.logits[i], own_hidden(model, prompt)[-1], atol=1e-5)
+
+
+def test_what_is_no_language_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="Linear is no transformers causal LM"):
+        accel.prefill_runner(torch.nn.Linear(2, 2))
+
+
+def test_weights_that_change_are_followed(device: torch.device) -> None:
+    model = tiny_lm("llama", device)
+    runner = runner_of(model, mode="full", attention="reference")
+    assert right(runner, model)
+    layer = model.model.layers[0]
+    layer.mlp.up_proj.weight.data.mul_(2)
+    assert right(runner, model)
+    layer.self_attn.q_proj.weight = torch.nn.Parameter(layer.self_attn.q_proj.weight * 2)
+    assert right(runner, model)
+    model.lm_head.weight.data.mul_(-1)
+    assert right(runner, model)
+    assert (runner.report.replays, runner.report.recaptures) == (4, 1)
+
+
+def test_adapters_are_followed(device: torch.device) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = tiny_lm("llama", device)
+    runner = runner_of(model, attention="reference")
+    assert right(runner, model)
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    inject_adapter_in_model(lora, model)
+    before = own_hidden(model, PROMPTS[0])
+    assert right(runner, model)
+    for module in model.modules():
+        if hasattr(module, "scaling") and isinstance(module.scaling, dict):
+            module.scaling["default"] = 0.25
+    assert not torch.allclose(own_hidden(model, PROMPTS[0]), before, atol=1e-3)
+    assert right(runner, model)
+    assert (runner.report.replays, runner.report.recaptures) == (3, 2)
