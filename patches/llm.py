@@ -155,7 +155,7 @@ class TransformersModel:
         """As `PrefillModel.agree`, over a group of its own that needs no device."""
         if self._ranks is None:
             return fine
-        verdict = torch.tensor(int(fine))
+        verdict = torch.tensor(int(fine), device="cpu")
         torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MIN, self._ranks)
         return bool(verdict.item())
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from accel.prefill.kv_cache import KVCache
-from accel.prefill.slots import Slots, fill_slots, slot_numbers
+from accel.prefill.slots import HOST, Slots, fill_slots, slot_numbers
 
 
 @dataclass(frozen=True)
@@ -168,17 +168,17 @@ def pack(
 
 
 def _none() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.int64)
+    return torch.empty(0, dtype=torch.int64, device=HOST)
 
 
 def _rows(requests: Sequence[Request], bucket: int, cache: KVCache | None) -> torch.Tensor:
-    rows = torch.zeros(3, bucket, dtype=torch.int64)
+    rows = torch.zeros(3, bucket, dtype=torch.int64, device=HOST)
     rows[2] = cache.dummy_row if cache else 0
     start = 0
     for request in requests:
         here = slice(start, start + request.length)
-        rows[0, here] = torch.tensor(request.ids, dtype=torch.int64)
-        rows[1, here] = torch.arange(request.prefix, request.prefix + request.length)
+        rows[0, here] = torch.tensor(request.ids, dtype=torch.int64, device=HOST)
+        rows[1, here] = torch.arange(request.length, device=HOST) + request.prefix
         if cache and request.pages:
             rows[2, here] = _places(cache, request)[request.prefix :]
         start = here.stop
@@ -188,7 +188,7 @@ def _rows(requests: Sequence[Request], bucket: int, cache: KVCache | None) -> to
 def _key_rows(requests: Sequence[Request], cache: KVCache, kv_bound: int) -> torch.Tensor:
     live = torch.cat([_places(cache, request) for request in requests])
     dummies = max(0, kv_bound - live.numel())
-    return torch.cat([live, torch.full((dummies,), cache.dummy_row)])
+    return torch.cat([live, torch.full((dummies,), cache.dummy_row, device=HOST)])
 
 
 def _places(cache: KVCache, request: Request) -> torch.Tensor:

@@ -41,11 +41,16 @@ class Graphs:
         self._captured: dict[tuple[int, bool], Captured] = {}
         self._failed: dict[tuple[int, bool], str] = {}
         self._state: object = None
+        self._version = -1
         pool.tenants.add(self)
 
     def get(self, bucket: int, paged: bool) -> Captured | str:
         """The captured body for a batch of that kind, captured now if need be; or why there is
-        none."""
+        none. What it was captured with is looked at after the launch (`hold`); only that no weight
+        it reads was freed has to be known before."""
+        found = self._captured.get((bucket, paged and self._full))
+        if found is not None and self._guard.check_alive() == self._version:
+            return found
         self._follow_the_model()
         if self._guard.opaque is not None:
             return f"nothing is captured: {self._guard.opaque}"
@@ -68,23 +73,31 @@ class Graphs:
         for bucket in reversed(self._ladder.sizes):
             yield from ((bucket, paged) for paged in ((True, False) if cached else (False,)))
 
+    def hold(self) -> bool:
+        """Whether graphs still are what the model would do. If not they are dropped, and what they
+        computed is worth nothing: asked while the device is at work."""
+        self._follow_the_model()
+        return bool(self._captured)
+
     def forget_graphs(self) -> None:
         """Drops every graph; the next call captures anew. Called by the pool, too."""
         for captured in self._captured.values():
             captured.graph.discard()
         self._captured.clear()
-        self._failed.clear()
         self._report.buckets.clear()
+        self._report.pool_bytes = self._report.buffer_bytes = 0
 
     def _follow_the_model(self) -> None:
         """Drops the graphs of weights or settings that are no longer the model's."""
         switches = Ambient(self._body.model.device.type).key
-        state = self._guard.check(), switches, self._body.model.state()
+        self._version = self._guard.check()
+        state = self._version, switches, self._body.model.state()
         if state != self._state:
             if self._captured:
                 self._report.recaptures += 1
                 self.pool.retire()
             self.forget_graphs()
+            self._failed.clear()
         self._state = state
 
     def _capture(self, bucket: int, paged: bool) -> Captured | str:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from accel.prefill.slots import HOST
+
 PAGE_SIZE = 16
 
 
@@ -98,8 +100,8 @@ class KVCache:
 
     def places(self, pages: Sequence[int], tokens: int) -> torch.Tensor:
         """The rows of a request's first `tokens` tokens, given its pages: int64, on the host."""
-        token = torch.arange(tokens)
-        mine = torch.tensor(pages, dtype=torch.int64)
+        token = torch.arange(tokens, device=HOST)
+        mine = torch.tensor(pages, dtype=torch.int64, device=HOST)
         return mine[token // self.page_size] * self.page_size + token % self.page_size
 
     def take(self, count: int) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from accel.prefill.passes import cut, fitting
 from accel.prefill.prompts import Prompt, Prompts, open_prompts
 from accel.prefill.report import PrefillReport
 from accel.prefill.result import Handle, Result
+from accel.prefill.slots import HOST
 
 HEAD_ROWS = 1024
 """Rows of hidden states that `score` gives the head at a time."""
@@ -159,12 +160,17 @@ class PrefillRunner:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """One call at a time, after the device work of the one before it, without gradients and
-        outside of inference mode, whose tensors could not be written later."""
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        """One call at a time, after the device work of the one before it, without gradients or
+        autocast, outside of inference mode, whose tensors could not be written later."""
+        plainly = torch.autocast(self._model.device.type, enabled=False)
+        with self._lock, torch.inference_mode(False), torch.no_grad(), plainly:
             if self._closed:
                 raise ValueError("this prefill runner is closed: make another")
-            with self._pool.use() if self._pool is not None else contextlib.nullcontext():
+            if self._pool is None:
+                yield
+                return
+            with self._pool.use():
+                self._pool.relieve()
                 yield
 
     def _hidden(self, opened: Prompts) -> list[torch.Tensor]:
@@ -190,20 +196,31 @@ class PrefillRunner:
         assert body is not None
         tokens = sum(request.length for request in requests)
         rows = self._ladder.rows(tokens)
-        paged = any(request.prefix for request in requests)
         report.tokens += tokens
         report.padding += rows - tokens
-        captured = self._why_eager(requests, tokens)
-        if captured is None:
-            assert self._graphs is not None
-            found = self._graphs.get(rows, paged)
-            if not isinstance(found, str):
-                found.replay(requests)
-                self._graphs.count(found, paged)
-                return self._graphs.output[:tokens].clone()
-            captured = found
-        report.eager(captured)
+        why = self._why_eager(requests, tokens)
+        if why is None:
+            hidden = self._replayed(requests, rows, tokens)
+            if not isinstance(hidden, str):
+                return hidden
+            why = hidden
+        report.eager(why)
         return body.eager(body.pack(requests, rows))[:tokens]
+
+    def _replayed(self, requests: Sequence[Request], rows: int, tokens: int) -> torch.Tensor | str:
+        """The same by a graph, or why by none."""
+        graphs, paged = self._graphs, any(request.prefix for request in requests)
+        assert graphs is not None
+        for _ in range(2):
+            found = graphs.get(rows, paged)
+            if isinstance(found, str):
+                return found
+            found.replay(requests)
+            hidden = graphs.output[:tokens].clone()
+            if graphs.hold():
+                graphs.count(found, paged)
+                return hidden
+        return "the model changes while it runs"
 
     def _why_eager(self, requests: Sequence[Request], tokens: int) -> str | None:
         """Why no graph fits, in words that do not differ from call to call."""
@@ -246,7 +263,7 @@ class PrefillRunner:
             )
             if len(tokens)
         ]
-        return torch.cat(parts).cpu() if parts else torch.empty(0)
+        return torch.cat(parts).cpu() if parts else torch.empty(0, device=HOST)
 
     def _check_memory(self, plan: MemoryPlan) -> None:
         if not plan.fits and not self.report.captures:

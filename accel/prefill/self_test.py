@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from accel.prefill.model import PrefillModel
+from accel.prefill.slots import HOST
 
 SHORT = (7, 1, 3)
 LONG = 96
@@ -23,9 +24,11 @@ def prompts_for(model: PrefillModel, max_tokens: int) -> list[list[int]]:
     """Random ids: short prompts around one that goes beyond the model's horizon, if that fits."""
     limit = min(max_tokens, model.position_limit or max_tokens)
     long = max(1, min(limit - sum(SHORT), max(LONG, model.horizon + TAIL)))
-    draw = torch.Generator().manual_seed(17)
+    draw = torch.Generator(HOST).manual_seed(17)
     lengths = [SHORT[0], long, *SHORT[1:]] if limit > sum(SHORT) else [1] * min(limit, 2)
-    return [torch.randint(0, model.vocab_size, (n,), generator=draw).tolist() for n in lengths]
+    shape = (sum(lengths),)
+    ids = torch.randint(0, model.vocab_size, shape, generator=draw, device=HOST)
+    return [part.tolist() for part in ids.split(lengths)]
 
 
 def tolerance(model: PrefillModel, layers: int) -> float:

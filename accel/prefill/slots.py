@@ -12,6 +12,9 @@ from itertools import accumulate
 
 import torch
 
+HOST = torch.device("cpu")
+"""Named wherever host tensors are made: the default device may be another."""
+
 
 @dataclass(frozen=True)
 class Slots:
@@ -87,4 +90,4 @@ def fill_slots(
         *last,
         *(page for own in pages for page in own),
     ]
-    return Slots(torch.tensor(numbers, dtype=torch.int32), slots)
+    return Slots(torch.tensor(numbers, dtype=torch.int32, device=HOST), slots)
