@@ -47,7 +47,8 @@ def prefill_runner(
     chunks and `generate` (0: none). `mode` is "breakable", "full" or "eager"; `attention` "auto",
     "flashinfer", "torch" or "reference"; `buckets` the sizes to pad batches to. Raises ValueError
     for arguments that cannot be met. A model that cannot be packed runs as it is, prompt by prompt:
-    `runner.report.declined` says why.
+    `runner.report.declined` says why. Of a model split by `tp_plan`, every rank makes a runner and
+    calls it with the same prompts.
 
     >>> runner = accel.prefill_runner(model)                             # doctest: +SKIP
     >>> runner([[1, 15043, 3186], [1, 3924]]).logits.shape               # doctest: +SKIP
@@ -231,8 +232,9 @@ def _values(tree: Any, name: str) -> list[int]:
 
 
 def _horizon(config: Any) -> int:
-    """The longest window or chunk that the config names."""
-    named = (x for key, x in vars(config).items() if "window" in key or "chunk" in key)
+    """The longest window, chunk or selection of keys that the config names."""
+    words = "window", "chunk", "topk"
+    named = (x for key, x in vars(config).items() if any(word in key for word in words))
     return max((x for x in named if isinstance(x, int) and not isinstance(x, bool)), default=0)
 
 

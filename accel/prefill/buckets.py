@@ -10,8 +10,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 SMALL = (64, 128, 192, 256, 384, 512, 768, 1024)
-STEPS = (5, 6, 7, 8)
-"""Quarters of the doubling from 1,024 on: at most 25 % of padding."""
+COARSE = 4
+"""Steps to a doubling above that: at most 25 % of padding."""
+FINE = 8
+"""The same from `BUSY` tokens on, where the device is busy all the time."""
+BUSY = 4096
 
 
 class Ladder:
@@ -19,8 +22,8 @@ class Ladder:
 
     >>> Ladder(256).sizes, Ladder(300).sizes
     ((64, 128, 192, 256), (64, 128, 192, 256, 300))
-    >>> Ladder(8192).sizes[-5:], len(Ladder(8192).sizes)
-    ((4096, 5120, 6144, 7168, 8192), 20)
+    >>> Ladder(8192).sizes[-4:], len(Ladder(8192).sizes)
+    ((6656, 7168, 7680, 8192), 24)
     >>> Ladder(256).bucket(129), Ladder(256).bucket(257)
     (192, None)
     """
@@ -58,6 +61,7 @@ class Ladder:
 def _usual(max_tokens: int) -> list[int]:
     sizes, doubling = list(SMALL), SMALL[-1]
     while doubling < max_tokens:
-        sizes += [doubling * step // 4 for step in STEPS]
+        steps = FINE if doubling >= BUSY else COARSE
+        sizes += [doubling + doubling * step // steps for step in range(1, steps + 1)]
         doubling *= 2
     return sizes

@@ -54,6 +54,9 @@ class MemoryPlan:
         return self.needed <= self.free
 
 
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
 class LiveBytes(TorchDispatchMode):
     """While open, counts the bytes of storages that operators make, from birth to death.
 
@@ -72,6 +75,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
+        if not _PLAIN.issuperset(types):  # a subclass: what it is made of comes by itself
+            return NotImplemented
         given = {_key(x) for x in leaves([args, kwargs or {}]) if isinstance(x, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for x in leaves(result):

@@ -5,6 +5,7 @@ Knows ids, prefixes and pages. Does not know how they are run.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -94,12 +95,14 @@ def open_prompts(
 def _ids(i: int, prompt: Sequence[int] | torch.Tensor, vocab_size: int) -> list[int]:
     if isinstance(prompt, str):
         raise ValueError(f"prompt {i} is a string: give token ids, tokenizer(text).input_ids")
-    ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+    ids: list[int] = []
+    for token in prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt:
+        try:
+            ids.append(operator.index(token))
+        except TypeError:
+            raise ValueError(f"prompt {i} holds {token!r}: token ids are whole numbers") from None
     if not ids:
         raise ValueError(f"prompt {i} is empty: a prompt has at least one token")
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise ValueError(f"prompt {i} holds {token!r}: token ids are whole numbers")
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
