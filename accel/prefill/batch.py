@@ -20,7 +20,7 @@ class Request:
     """One prompt's share of a batch: its new token ids, and what is cached in front of them.
 
     `prefix` counts cached tokens; `pages` holds, if there is a cache, the pages of prefix and new
-    tokens in order.
+    tokens in order, and no others.
 
     >>> Request((5, 6, 7)).length
     3

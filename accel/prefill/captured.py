@@ -133,7 +133,7 @@ class FullBody:
     def __init__(self, body: PackedBody, ground: Ground, bucket: int, paged: bool) -> None:
         self._body, self.bucket, self._paged = body, bucket, paged
         cache = body.cache
-        pages = -(-body.kv_bound // cache.page_size) + body.slots if cache else 0
+        pages = cache.pages_for(body.kv_bound) + body.slots if cache else 0
         bound = body.kv_bound if paged else 0
         self._buffers = Buffers.new(bucket, body.model.device, body.slots, pages, bound)
         self._attention: Attention | None = None
@@ -151,9 +151,7 @@ class FullBody:
         if cache is None:
             return Request(ids)
         prefix = self._body.kv_bound - self.bucket if self._paged else 0
-        return Request(
-            ids, prefix, (cache.dummy_page,) * -(-(prefix + len(ids)) // cache.page_size)
-        )
+        return Request(ids, prefix, (cache.dummy_page,) * cache.pages_for(prefix + len(ids)))
 
     def _record(self, batch: Batch) -> torch.Tensor:
         model = self._body.model

@@ -170,12 +170,13 @@ def _in_chunks(body: PackedBody, ladder: Ladder, prompt: Sequence[int]) -> torch
     """One prompt's hidden states, its keys and values cached chunk by chunk."""
     cache = body.cache
     assert cache is not None
-    pages = cache.take(-(-len(prompt) // cache.page_size))
+    pages = cache.take(cache.pages_for(len(prompt)))
     chunk = max(1, min(ladder.largest, len(prompt) // 2))
     states = []
     for start in range(0, len(prompt), chunk):
         ids = tuple(prompt[start : start + chunk])
-        batch = body.pack([Request(ids, start, pages)], ladder.rows(len(ids)))
+        mine = pages[: cache.pages_for(start + len(ids))]
+        batch = body.pack([Request(ids, start, mine)], ladder.rows(len(ids)))
         states.append(body.eager(batch)[: len(ids)].clone())
     cache.release(pages)
     return torch.cat(states)

@@ -46,7 +46,7 @@ class KVCache:
         page_size: int = PAGE_SIZE,
     ) -> None:
         self.page_size = page_size
-        self.pages = -(-tokens // page_size)
+        self.pages = self.pages_for(tokens)
         self.dummy_page = self.pages
         where = self.pages + 1, page_size
         # Zeros: what the dummy page holds is multiplied by zero somewhere, and 0 · NaN is NaN.
@@ -103,6 +103,10 @@ class KVCache:
         token = torch.arange(tokens, device=HOST)
         mine = torch.tensor(pages, dtype=torch.int64, device=HOST)
         return mine[token // self.page_size] * self.page_size + token % self.page_size
+
+    def pages_for(self, tokens: int) -> int:
+        """How many pages `tokens` tokens of one request take."""
+        return -(-tokens // self.page_size)
 
     def take(self, count: int) -> tuple[int, ...]:
         """Takes free pages. Raises `CacheFull`."""

@@ -31,11 +31,12 @@ class Prompt:
         """Tokens of the prefix."""
         return self.prefix.tokens if self.prefix else 0
 
-    def request(self, piece: Piece) -> Request:
-        """The request for a piece of this prompt: what lies before it is cached by then."""
-        return Request(
-            tuple(self.ids[piece.start : piece.stop]), self.cached + piece.start, self.pages
-        )
+    def request(self, piece: Piece, cache: KVCache | None) -> Request:
+        """The request for a piece of this prompt: what lies before it is cached by then. Pages for
+        what comes later are not in it: the number of keys is told from them."""
+        pages = cache.pages_for(self.cached + piece.stop) if cache else 0
+        ids = tuple(self.ids[piece.start : piece.stop])
+        return Request(ids, self.cached + piece.start, self.pages[:pages])
 
 
 class Prompts:
@@ -65,7 +66,7 @@ class Prompts:
 
 def _pages(cache: KVCache, prompt: Prompt) -> tuple[int, ...]:
     shared, part = divmod(prompt.cached, cache.page_size)
-    needed = -(-(prompt.cached + len(prompt.ids)) // cache.page_size)
+    needed = cache.pages_for(prompt.cached + len(prompt.ids))
     fresh = cache.take(needed - shared)
     if prompt.prefix is None:
         return fresh

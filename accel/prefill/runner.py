@@ -97,7 +97,8 @@ class PrefillRunner:
             opened = open_prompts(self._model, prompts)
             lengths = [len(prompt.ids) for prompt in opened.prompts]
             scores: list[torch.Tensor] = []
-            for group in fitting(lengths, self._ladder.largest, self._max_requests):
+            most = self._max_requests if self.report.mode == "full" else len(lengths)
+            for group in fitting(lengths, self._ladder.largest, most):
                 some = Prompts([opened.prompts[i] for i in group])
                 for prompt, hidden in zip(some.prompts, self._hidden(some), strict=True):
                     scores.append(self._score(prompt.ids, hidden))
@@ -152,6 +153,12 @@ class PrefillRunner:
                 self._pool.retire()
                 self._pool.close()
 
+    def __enter__(self) -> PrefillRunner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     _closed = False
 
     @property
@@ -184,7 +191,7 @@ class PrefillRunner:
         passes = cut([len(p.ids) for p in opened.prompts], largest, cache is not None)
         parts: list[list[torch.Tensor]] = [[] for _ in opened.prompts]
         for pieces in passes:
-            requests = [opened.prompts[piece.prompt].request(piece) for piece in pieces]
+            requests = [opened.prompts[piece.prompt].request(piece, cache) for piece in pieces]
             packed = self._pass(requests).split([request.length for request in requests])
             for piece, states in zip(pieces, packed, strict=True):
                 parts[piece.prompt].append(states)
