@@ -118,3 +118,16 @@ def test_case_19_what_lies_in_padding_moves_no_bit(tiny: TinyModel, make: Make) 
     after = runner([prompt])
     assert torch.equal(before.logits, after.logits)
     assert torch.equal(before.hidden(0), after.hidden(0))
+
+
+def test_case_18_a_chunk_brings_no_pages_of_later_chunks(tiny: TinyModel, make: Make) -> None:
+    runner = make(tiny, mode="full", max_tokens=64, buckets=(32,), cache_tokens=640)
+    long, other = prompts_of(400, 100)
+    result = runner([other, long])
+    assert result.logits.argmax(-1).tolist() == greedy(tiny, [other, long])
+    prefix = result.handle(1)
+    many = prompts_of(3, 4, 5, 6)
+    forked = runner(many, prefix=prefix)
+    expected = greedy(tiny, [long + tail for tail in many])
+    assert forked.logits.argmax(-1).tolist() == expected
+    assert list(runner.report.reasons) == ["more keys than max_tokens + cache_tokens=704"]

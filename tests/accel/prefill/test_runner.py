@@ -98,6 +98,13 @@ def test_scores_are_log_probabilities(tiny: TinyModel, make: Make) -> None:
     assert runner.report.eager_passes == 0
 
 
+def test_it_closes_at_the_end_of_its_context(tiny: TinyModel, make: Make) -> None:
+    with make(tiny) as runner:
+        runner(prompts_of(3))
+    with pytest.raises(ValueError, match="closed"):
+        runner.score(prompts_of(3))
+
+
 def test_a_closed_runner_says_so(tiny: TinyModel, make: Make) -> None:
     runner = make(tiny)
     runner(prompts_of(3))
