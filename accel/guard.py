@@ -281,6 +281,10 @@ def _inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return dict(found.values())
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes that torch itself gives a module."""
+
+
 def all_modules(module: nn.Module) -> list[nn.Module]:
     """`module` and those in it, also in plain lists and dicts among the attributes, each once.
 
@@ -297,8 +301,8 @@ def all_modules(module: nn.Module) -> list[nn.Module]:
         news = [m for m in ahead.pop().modules() if m not in found]
         found.update(dict.fromkeys(news))
         for own in (dict(vars(m)) for m in news if not type(m).__module__.startswith("torch.")):
-            hidden = (x for name, x in own.items() if name != "_modules" and opened(x) is not None)
-            ahead += [x for box in hidden for x in leaves(box) if isinstance(x, nn.Module)]
+            boxes = (x for name, x in own.items() if name not in _OF_EVERY_MODULE and opened(x))
+            ahead += [x for box in boxes for x in leaves(box) if isinstance(x, nn.Module)]
     return list(found)
 
 

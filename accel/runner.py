@@ -105,9 +105,10 @@ class GraphRunner:
 
     `pool` is shared by the runners of a pipeline. `module` is whose weights are watched. `probe`
     returns a value that a recording depends on beyond arguments and weights: a recording is used
-    only where it is equal. `remember` is called before a recording, and what it returns if that
-    fails: to put back what the call has changed of the module. `veto` says in words why nothing may
-    be recorded just now, or None; it is asked before eager calls and recordings, not replays.
+    only where it is equal. `remember` is called before a recording, after `probe`, and what it
+    returns if that fails: to put back what the call has changed of the module. `veto` says in words
+    why nothing may be recorded just now, or None; it is asked before eager calls and recordings,
+    not replays.
     `capture` is "auto" (record what gains) or "always". Counters and reasons are in `report`. Any
     thread may call. Raises what `function` raises, nothing else.
 

@@ -77,20 +77,22 @@ class StateProbe:
         return Seen(_surroundings(), self._state)
 
     def remember(self) -> Callable[[], None]:
-        """What is to be called to make the module's attributes again what they are now.
+        """What is to be called to make the module's attributes again what they were when the probe
+        was called last.
 
         >>> class Counting(nn.Module):
         ...     calls = 0
         >>> counting = Counting()
-        >>> put_back = StateProbe(counting).remember()
+        >>> probe = StateProbe(counting)
+        >>> _ = probe()
+        >>> put_back = probe.remember()
         >>> counting.calls = 1
         >>> put_back()
         >>> counting.calls
         0
         """
-        self()
-        watch, module = self._watch, self._module()
-        if watch is None or module is None:
+        watch = self._watch
+        if watch is None:
             return lambda: None
         weights = _Weights(watch.modules)
 
@@ -385,12 +387,15 @@ def _is_users(hook: Any) -> bool:
 
 def _veto_of(module: nn.Module, is_root: bool) -> str | None:
     attributes = module.__dict__
-    if not is_root and any(_is_users(hook) for name in _HOOKS for hook in _hooks(module, name)):
+    hooked = not is_root and any(map(attributes.get, _HOOKS))  # asked of thousands: in C
+    if hooked and any(_is_users(hook) for name in _HOOKS for hook in _hooks(module, name)):
         return f"a forward hook inside, on a {type(module).__name__}, would not run in a replay"
     hook = attributes.get("_hf_hook")
     if hook is not None and getattr(hook, "offload", type(hook).__name__ == "CpuOffload"):
         return "CPU offload moves the weights around every call"
-    for name, registered in getattr(attributes.get(_REGISTRY), "hooks", {}).copy().items():
+    registry = attributes.get(_REGISTRY)
+    kept = {} if registry is None else getattr(registry, "hooks", {})
+    for name, registered in kept.copy().items():
         if name in _MOVING_HOOKS:
             return _MOVING_HOOKS[name]
         if getattr(registered, "_is_stateful", False):

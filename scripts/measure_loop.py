@@ -1,12 +1,13 @@
-"""How much of a denoise loop the GPU works, by scheduler: SDXL, 512 x 512, 30 steps.
+"""How much of a denoise loop the GPU works, by scheduler: 512 x 512, 30 steps, SDXL, and SD 3.5
+for the flow scheduler, which SDXL cannot take.
 
     python scripts/measure_loop.py --output docs/benchmarks/schedulers.json
 
 Each scheduler runs eager, patched with its own steps ("stock") and patched as `accel.patch` leaves
-it ("sync-free"). "ms a step" is wall time over ten steps. "in flight, at least" is what the patched
-denoiser takes alone, queued in a row, over that: in the rest of a step the GPU runs the scheduler's
-kernels or nothing. (A profiler's trace cannot be had for this: tracing makes graphs 5 % slower.)
-Pictures of all three are compared byte for byte.
+it ("sync-free"). "ms a step" is wall time over ten steps. "in flight, at least" is what one bare
+graph of the denoiser takes, replayed in a row, over that: in the rest of a step the GPU copies
+inputs and results, runs the scheduler's kernels, or nothing. (A profiler's trace cannot be had for
+this: tracing makes graphs 5 % slower.) Pictures of all three are compared byte for byte.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import numpy as np
 import torch
-from measure_forward import denoiser_call, in_a_row
+from measure_forward import bare_graph, denoiser_call, in_a_row
 from result_file import write
 
 import accel
@@ -43,7 +45,8 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "TCD": ("TCDScheduler", {}),
     "FlowMatchEuler": ("FlowMatchEulerDiscreteScheduler", {}),
 }
-REPEATS = 3
+FLOW = {"FlowMatchEuler"}
+REPEATS = 2
 FIRST, LAST = 10, 20
 """Steps after which the clock starts and stops."""
 
@@ -118,24 +121,32 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
     options = parser.parse_args()
     diffusers.utils.logging.set_verbosity_error()
-    plain = zoo.build("sdxl", device="cuda", dtype=zoo.dtype("sdxl"), seed=0)
+    flow = [name for name in options.schedulers if name in FLOW]
+    named = {"sdxl": [name for name in options.schedulers if name not in FLOW], "sd35m": flow}
+    rows: list[dict[str, Any]] = []
+    for model in filter(named.get, named):
+        for row in rows_of(model, named[model]):
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+            facts = {"setting": "random weights, 512 x 512, 30 steps", "rows": rows}
+            write(options.output, torch.device("cuda:0"), facts)
+
+
+def rows_of(model: str, schedulers: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a model's schedulers, one after the other."""
+    plain = zoo.build(model, device="cuda", dtype=zoo.dtype(model), seed=0)
     plain.set_progress_bar_config(disable=True)
-    settings = {**zoo.defaults("sdxl"), "num_inference_steps": 30}
+    size = {"height": 512, "width": 512, "num_inference_steps": 30}
+    settings = {**zoo.defaults(model), **size}
+    denoiser, args, kwargs = denoiser_call(plain, settings)
+    with torch.no_grad():
+        denoiser_ms = in_a_row(bare_graph(lambda: denoiser(*args, **kwargs)).replay)
     patched = accel.patch(twin(plain))
     for _ in range(3):
         _picture(patched, settings, Loop())
-    denoiser, args, kwargs = denoiser_call(patched, settings)
-    with torch.no_grad():
-        denoiser_ms = in_a_row(lambda: denoiser(*args, **kwargs))
-    rows, config = [], plain.scheduler.config
-    for name in options.schedulers:
-        try:
-            rows.append(measure(plain, patched, name, config, settings, denoiser_ms))
-        except Exception as error:
-            rows.append({"scheduler": name, "error": f"{type(error).__name__}: {error}"})
-        print(json.dumps(rows[-1]), flush=True)
-        facts = {"model": "SDXL, random weights, 512 x 512, 30 steps", "rows": rows}
-        write(options.output, torch.device("cuda:0"), facts)
+    for name in schedulers:
+        row = measure(plain, patched, name, plain.scheduler.config, settings, denoiser_ms)
+        yield {"model": model, "bare graph, ms": denoiser_ms, **row}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Thousands of calls of tiny pipelines from many threads; every result is compared with eager.
 
-    python scripts/soak.py --calls 10000 --threads 8 --output docs/benchmarks/soak.json
+    python scripts/soak.py --processes 4 --output docs/benchmarks/soak.json
 
 A round is a state (LoRA, scheduler, weights, patch options). Its eager pictures are drawn first, by
 unpatched twins in the same state; then all threads draw the same pictures, in any order and mixed
@@ -8,7 +8,8 @@ sizes, through patched pipelines over the same modules, each thread with a pipel
 tokenizer of its own, as servers do. Between rounds, when no thread draws, the state changes. The
 memory limit is so small that graphs are evicted. Memory is noted after each round: once every state
 has come by it must not grow. Ends after `--calls`, or `--seconds`, and exits with 1 if anything was
-wrong.
+wrong. Threads of one process take turns in Python: processes, each with its threads, share the
+device and the calls.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import copy
 import dataclasses
 import gc
 import itertools
+import multiprocessing
 import random
 import sys
 import time
@@ -200,10 +202,11 @@ def _wrong(
 
 
 def soak(
-    device: torch.device, calls: int, threads: int, seconds: float, laps: int = 4
+    device: torch.device, calls: int, threads: int, seconds: float, laps: int = 4, seed: int = 0
 ) -> dict[str, Any]:
-    """Runs `laps` times through all states, `calls` in all, and says what was seen."""
-    begin, chance, states = time.monotonic(), random.Random(0), list(CHANGES)
+    """Runs `laps` times through all states, `calls` in all, and says what was seen. `seed` is that
+    of the order of the drawings."""
+    begin, chance, states = time.monotonic(), random.Random(seed), list(CHANGES)
     a_round = -(-calls // (laps * len(states)))
     work = Soak(device, threads)
     memory: list[list[int]] = []
@@ -229,17 +232,45 @@ def soak(
     }
 
 
+def soak_in_processes(
+    processes: int, device: torch.device, calls: int, threads: int, seconds: float
+) -> dict[str, Any]:
+    """The same in several processes at once, and what they saw together."""
+    share, spawn = -(-calls // processes), multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=spawn) as pool:
+        jobs = [
+            pool.submit(soak, device, share, threads, seconds, seed=seed)
+            for seed in range(processes)
+        ]
+        each = [job.result() for job in jobs]
+    result: dict[str, Any] = {"processes": processes}
+    for name, first in each[0].items():
+        values = [one[name] for one in each]
+        if name in ("threads", "memory limit"):
+            result[name] = first
+        elif name == "memory flat":
+            result[name] = all(values)
+        elif name == "bytes in use after each round, by lap":
+            result[name] = values
+        else:
+            result[name] = max(values) if name == "seconds" else sum(values, type(first)())
+    return result
+
+
 def main() -> None:
     """Soaks, writes a JSON file, exits with 1 if a result was wrong or memory grew."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=10_000)
     parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=600, help="begin no lap after this")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path, help="the JSON file to write")
     options = parser.parse_args()
     device = torch.device(options.device)
-    result = soak(device, options.calls, options.threads, options.seconds)
+    result = soak_in_processes(
+        options.processes, device, options.calls, options.threads, options.seconds
+    )
     text = as_text(device, result)
     print(text)
     if options.output is not None:

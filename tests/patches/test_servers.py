@@ -209,7 +209,9 @@ class TestThreads:
 
     def test_a_recording_that_fails_leaves_a_patch_made_meanwhile(self) -> None:
         block = Breaks()
-        put_back = StateProbe(block).remember()
+        probe = StateProbe(block)
+        probe()
+        put_back = probe.remember()
         block.forward = patched = PatchedMethod(block, "forward", lambda original, a, k: None)
         put_back()
         assert vars(block).get("forward") is patched
