@@ -58,13 +58,9 @@ def accel_prefill(
             f"{NAME} attends inside a prefill runner's call only: another thread is running a "
             "runner on this model just now"
         )
-    if attention_mask is not None:
-        raise Unsupported("attention comes with a mask")
-    if dropout:
-        raise Unsupported("attention has dropout: call model.eval()")
-    if getattr(module, "is_causal", True) is False:
-        raise Unsupported("attention is not causal")
+    _refuse_more_than_causal(module, attention_mask, dropout)
     _refuse_unknown(others)
+    _refuse_unpacked(query, key, value)
     group = AttentionGroup(
         heads=query.shape[1],
         kv_heads=key.shape[1],
@@ -76,12 +72,26 @@ def accel_prefill(
         sinks=s_aux is not None,
         dtype=query.dtype,
     )
+    rows = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend(group, s_aux, *rows)[None], None
+
+
+def _refuse_more_than_causal(
+    module: nn.Module, mask: torch.Tensor | None, dropout: float
+) -> None:
+    if mask is not None:
+        raise Unsupported("attention comes with a mask")
+    if dropout:
+        raise Unsupported("attention has dropout: call model.eval()")
+    if getattr(module, "is_causal", True) is False:
+        raise Unsupported("attention is not causal")
+
+
+def _refuse_unpacked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == value.shape[2]:
         raise Unsupported("queries and keys are not of the same packed tokens")
     if not query.dtype == key.dtype == value.dtype:
         raise Unsupported(f"queries are {query.dtype}, keys {key.dtype}, values {value.dtype}")
-    rows = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(group, s_aux, *rows)[None], None
 
 
 def _refuse_unknown(others: dict[str, Any]) -> None:

@@ -73,11 +73,14 @@ class TransformersModel:
             raise ValueError(f"{type(model).__name__} is no transformers causal LM")
         self._model, self._decoder = model, _decoder_of(model)
         config = self._decoder.config
-        embeddings = self._decoder.get_input_embeddings().weight
+        table = self._decoder.get_input_embeddings()
         self.module = model
         self.name = type(model).__name__
-        self.device, self.dtype = embeddings.device, self._decoder.dtype
-        self.hidden_size, self.vocab_size = config.hidden_size, embeddings.shape[0]
+        # Weights that accelerate keeps elsewhere are nowhere between calls.
+        offloaded = getattr(getattr(table, "_hf_hook", None), "execution_device", None)
+        self.device = torch.device(table.weight.device if offloaded is None else offloaded)
+        self.dtype = self._decoder.dtype
+        self.hidden_size, self.vocab_size = config.hidden_size, table.weight.shape[0]
         self._rotary = [m for m in self._decoder.modules() if hasattr(m, "rope_type")]
         self.position_limit = _position_limit(config, self._rotary)
         self.horizon = _horizon(config)

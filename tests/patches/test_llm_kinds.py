@@ -124,6 +124,18 @@ def test_chunked_attention_that_only_the_mask_knows_is_found(device: torch.devic
     assert right(runner, model)
 
 
+def test_offloaded_weights_are_declined() -> None:
+    import accelerate
+
+    model = tiny_lm("llama")
+    own = [own_logits(model, prompt)[-1] for prompt in PROMPTS]
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    runner = runner_of(model)
+    assert runner.report.declined is not None
+    for mine, logits in zip(own, runner(PROMPTS).logits, strict=True):
+        assert torch.allclose(mine, logits, atol=1e-5)
+
+
 def test_a_decoder_without_a_head_gives_hidden_states(device: torch.device) -> None:
     model = tiny_lm("qwen3", device).get_decoder()
     result = accel.prefill_runner(model, max_tokens=256, attention="reference")(PROMPTS)

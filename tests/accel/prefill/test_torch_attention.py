@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
+from accel.prefill import torch_attention
 from accel.prefill.attention import AttentionGroup, Unsupported
 from accel.prefill.torch_attention import TorchBackend
 from tests.accel.prefill.attending import PLAIN, RAGGED, WITH_PREFIX, Trial
@@ -72,6 +75,66 @@ def test_sentinels_and_pages_change_nothing(
 def test_what_the_kernel_cannot_do(change: dict[str, Any], says: str, cuda: torch.device) -> None:
     group = replace(group_of("plain"), **change)
     assert TorchBackend(cuda).objection(group, static=False, paged=False) == says
+
+
+class OnTheHost(TorchBackend):
+    """The backend without a GPU, for what surrounds the kernel."""
+
+    def __init__(self) -> None:
+        pass
+
+
+def flash_written_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_ends: torch.Tensor,
+    k_ends: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    dropout: float,
+    causal: bool,
+    debug: bool,
+    *,
+    scale: float,
+    window_size_left: int | None,
+    window_size_right: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel promises: causal from the bottom right, rows of no request left as they are,
+    the natural log-sum-exp as `[heads, rows]`."""
+    assert (dropout, causal, debug) == (0.0, True, False)
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
+    assert q_ends.dtype == k_ends.dtype == torch.int32
+    assert window_size_right == (None if window_size_left is None else 0)
+    out = torch.full_like(q, math.nan)
+    log_sum = torch.full((q.shape[1], q.shape[0]), math.nan, device=q.device)
+    edges = zip(pairwise(q_ends.tolist()), pairwise(k_ends.tolist()), strict=True)
+    for (start, stop), (first, last) in edges:
+        assert stop - start <= max_q and last - first <= max_k
+        keys, values = (
+            x[first:last].repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)
+        )
+        scores = torch.einsum("qhd,khd->hqk", q[start:stop].float(), keys.float()) * scale
+        row = torch.arange(last - first - (stop - start), last - first)[:, None]
+        behind = row - torch.arange(last - first)[None, :]
+        shut = (behind < 0) | (behind > (max_k if window_size_left is None else window_size_left))
+        scores = scores.masked_fill(shut.to(q.device), -math.inf)
+        log_sum[:, start:stop] = scores.logsumexp(-1)
+        out[start:stop] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values.float()).to(
+            q.dtype
+        )
+    return out, log_sum
+
+
+@pytest.mark.parametrize("group", [name for name in GROUPS if name not in ("64", "128", "256")])
+@pytest.mark.parametrize("requests", [*RAGGED, *WITH_PREFIX])
+def test_what_surrounds_the_kernel(
+    group: str, requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_attention, "_flash", flash_written_out)
+    for slots in (None, 6):
+        trial = Trial(OnTheHost(), group_of(group), torch.device("cpu"), slots=slots)
+        assert trial.run(requests) < ALLOWED
 
 
 def test_without_cuda_there_is_no_kernel() -> None:
