@@ -74,7 +74,7 @@ class TransformersModel:
         self._model, self._decoder = model, _decoder_of(model)
         config = self._decoder.config
         table = self._decoder.get_input_embeddings()
-        self.module = model
+        self.module, self.depth = model, getattr(config, "num_hidden_layers", 1)
         self.name = type(model).__name__
         # Weights that accelerate keeps elsewhere are nowhere between calls.
         offloaded = getattr(getattr(table, "_hf_hook", None), "execution_device", None)

@@ -140,7 +140,7 @@ def _cache(setup: Setup, groups: Sequence[AttentionGroup], report: PrefillReport
 
 
 def _self_test(body: PackedBody, ladder: Ladder) -> str | None:
-    model, layers = body.model, len(body.groups)
+    model = body.model
 
     def packed(prompts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
         lengths = [len(prompt) for prompt in prompts]
@@ -153,12 +153,12 @@ def _self_test(body: PackedBody, ladder: Ladder) -> str | None:
 
     try:
         prompts = prompts_for(model, ladder.largest)
-        why = mismatch(model, prompts, packed, layers, "packed")
+        why = mismatch(model, prompts, packed, "packed")
         if why is None and body.cache is not None:
             limit = min(body.cache.rows, model.position_limit or body.cache.rows)
             long = min(limit, max(LONG, model.horizon + TAIL))
             prompt = (prompts[1] * long)[:long] if len(prompts) > 1 else prompts[0]
-            why = mismatch(model, [prompt], chunked, layers, "in chunks")
+            why = mismatch(model, [prompt], chunked, "in chunks")
         return why
     except torch.OutOfMemoryError:
         raise

@@ -31,6 +31,8 @@ class PrefillModel(Protocol):
     vocab_size: int
     position_limit: int | None
     """The longest prompt, prefix included, whose packing is right; None if any is."""
+    depth: int
+    """Layers, one after the other: what rounding errors add up over."""
     horizon: int
     """The longest stretch of tokens after which attention may look different (a window, a chunk):
     the self-test goes beyond it. 0 if there is none."""

@@ -31,26 +31,26 @@ def prompts_for(model: PrefillModel, max_tokens: int) -> list[list[int]]:
     return [part.tolist() for part in ids.split(lengths)]
 
 
-def tolerance(model: PrefillModel, layers: int) -> float:
-    """The largest relative error that rounding explains: two units in the last place a layer, added
-    up as independent errors are."""
+def tolerance(model: PrefillModel) -> float:
+    """The largest relative error that rounding explains: four units in the last place a layer,
+    added up as independent errors are, but never what another prompt's tokens would do. (Two are
+    too few: a two-layer mixture of experts in bf16 was seen at 2.0.)"""
     unit = torch.finfo(model.dtype).eps
     if model.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         unit = 2**-10
-    return max(2 * unit * math.sqrt(max(layers, 1)), 1e-4)
+    return min(max(4 * unit * math.sqrt(model.depth), 1e-4), 0.15)
 
 
 def mismatch(
     model: PrefillModel,
     prompts: Sequence[Sequence[int]],
     packed: Callable[[Sequence[Sequence[int]]], Sequence[torch.Tensor]],
-    layers: int,
     what: str,
 ) -> str | None:
     """Runs `prompts` through `packed` and one by one through the model itself. Says where they
     differ, or None. The median over tokens is judged: with experts, rounding alone sends some
     tokens elsewhere."""
-    allowed = tolerance(model, layers)
+    allowed = tolerance(model)
     for prompt, ours in zip(prompts, packed(prompts), strict=True):
         own = model.own(torch.tensor(prompt, device=model.device))
         errors = _errors(ours, own)

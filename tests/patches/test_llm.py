@@ -139,3 +139,21 @@ def test_the_model_is_left_as_it_was(family: str, device: torch.device, make: Ma
     assert model.config._attn_implementation == name
     assert all({k: id(v) for k, v in vars(m).items()} == kept for m, kept in state)
     assert torch.equal(own_logits(model, prompt), before)
+
+
+@pytest.mark.parametrize("family", OPTIONS)
+def test_in_half_precision_the_error_is_that_of_bf16(
+    family: str, device: torch.device, make: Make
+) -> None:
+    model = tiny_lm(family, device, torch.bfloat16)
+    exact = tiny_lm(family, device, torch.bfloat16).float()
+    runner = make(model, max_tokens=256, max_requests=4)
+    assert runner.report.declined is None
+    prompts = prompts_of(150, 3, 70, 1)
+    result = runner(prompts)
+    ours, own = 0.0, 0.0
+    for i, prompt in enumerate(prompts):
+        right = own_hidden(exact, prompt)
+        ours += float((result.hidden(i).float() - right).norm() / right.norm())
+        own += float((own_hidden(model, prompt).float() - right).norm() / right.norm())
+    assert ours <= 1.25 * own

@@ -74,6 +74,7 @@ class TinyModel:
         chunk: int | None = None,
     ) -> None:
         self.device, self.leak, self.chunk = device, leak, chunk
+        self.depth = len(windows)
         self.horizon = max([chunk or 0, *(w or 0 for w in windows)])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
