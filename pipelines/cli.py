@@ -340,10 +340,21 @@ def prefill(
 
 
 @app.command()
-def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
+def doctor(
+    prepare: Annotated[
+        bool,
+        typer.Option("--prepare", help="First compile FlashInfer's kernels for the GPUs here."),
+    ] = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
     """Says what this machine has, what it lacks, and what was never tested."""
     from accel.pipelines import doctor as examination
+    from accel.pipelines.console import kernels_shown, stdout_kept_clean
 
+    if prepare:
+        with stdout_kept_clean(json), kernels_shown() as on_kernel:
+            examination.prepare(on_kernel)
     findings = examination.examine()
     if json:
         print_json(examination.to_dict(findings))

@@ -15,6 +15,7 @@ from typing import Any
 OnStep = Callable[[int], None]
 OnPicture = Callable[[str], None]
 OnCapture = Callable[[int, int, int], None]
+OnKernel = Callable[[int, int, str], None]
 
 _notes_are_held = ContextVar("_notes_are_held", default=False)
 
@@ -101,6 +102,28 @@ def captures_shown() -> Iterator[OnCapture]:
             bar.update(task, description=words, total=total, completed=done)
 
         yield on_capture
+
+
+@contextlib.contextmanager
+def kernels_shown() -> Iterator[OnKernel]:
+    """A progress bar on stderr over kernels that are compiled, with the time it takes: a kernel is
+    minutes. Yields what is told (kernels done, kernels in all, the one just done). One line per
+    kernel where stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    hidden = not console.is_terminal
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=hidden) as bar:
+        task = bar.add_task("compiling kernels", total=None)
+
+        def on_kernel(done: int, total: int, kernel: str) -> None:
+            bar.update(task, total=total, completed=done)
+            if hidden and done:
+                note(f"compiled {kernel} ({done} of {total})")
+
+        yield on_kernel
 
 
 @contextlib.contextmanager

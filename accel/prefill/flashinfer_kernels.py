@@ -21,7 +21,7 @@ from accel.prefill.attention import AttentionGroup, Unsupported
 DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 """(head_dim, value_dim) that the kernels are written for; the last one is latent attention's."""
 Progress = Callable[[int, int, str], None]
-"""Called with (kernels done, kernels in all, the one just done)."""
+"""Called with (kernels done, kernels to compile, the one just done; empty at the start)."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,8 @@ def compile_kernels(
     specs = {kernel: _spec(kernel) for kernel in kernels if not compiled(kernel)}
     if specs and (tool := missing_tool()):
         raise Unsupported(f"{tool} is not installed, and FlashInfer's kernels need compiling")
+    if progress is not None and specs:
+        progress(0, len(specs), "")
     failed: list[str] = []
     with ThreadPoolExecutor(at_once) as workers:
         running = {workers.submit(spec.build, False): kernel for kernel, spec in specs.items()}

@@ -42,9 +42,8 @@ def split_bytes(
     66
     """
     shared = group.heads // group.kv_heads
-    # rows - slots + 1 is the planner's longest request; it wraps around where that is negative.
-    longest = rows - slots + 1 if static and rows >= slots else rows
-    tile = tile_rows(group, longest if static else 2**20)
+    # The planner takes rows - slots + 1 for the longest request, which wraps around below zero.
+    tile = tile_rows(group, rows - slots + 1 if static and rows >= slots else 2**20)
     tiles = max(1, 2 * processors // group.kv_heads)
     if static:
         tiles = max(tiles, -(-rows * shared // tile) + slots - 1)
