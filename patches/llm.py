@@ -88,8 +88,9 @@ class TransformersModel:
         self._lock = _locks.setdefault(self._decoder, threading.RLock())
         self._capped = False
         self._output_class: Any = None
-        split = (getattr(model, "tp_size", None) or 1) > 1
-        self._ranks: Any = torch.distributed.new_group(backend="gloo") if split else None
+        self.ranks = getattr(model, "tp_size", None) or 1
+        several = self.ranks > 1
+        self._group: Any = torch.distributed.new_group(backend="gloo") if several else None
 
     def objection(self) -> str | None:
         """As `PrefillModel.objection`."""
@@ -157,10 +158,10 @@ class TransformersModel:
 
     def agree(self, fine: bool) -> bool:
         """As `PrefillModel.agree`, over a group of its own that needs no device."""
-        if self._ranks is None:
+        if self._group is None:
             return fine
         verdict = torch.tensor(int(fine), device="cpu")
-        torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MIN, self._ranks)
+        torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MIN, self._group)
         return bool(verdict.item())
 
     def generate_kwargs(

@@ -52,8 +52,8 @@ class Graphs:
         if found is not None and self._guard.check_alive() == self._version:
             return found
         self._follow_the_model()
-        if self._guard.opaque is not None:
-            return f"nothing is captured: {self._guard.opaque}"
+        if self.given_up is not None:
+            return self.given_up
         if not self._captured and not self._failed and bucket != self._ladder.largest:
             self._capture(self._ladder.largest, paged and self._full)
         return self._capture(bucket, paged and self._full)
@@ -61,11 +61,23 @@ class Graphs:
     def capture(self, progress: Progress | None) -> None:
         """Captures every bucket that is not there yet, the largest first."""
         self._follow_the_model()
-        kinds = list(self.kinds()) if self._guard.opaque is None else []
+        self.pool.backend.empty_cache()  # what eager passes left, graphs cannot take
+        kinds = list(self.kinds())
         for done, (bucket, paged) in enumerate(kinds):
+            if self.given_up is not None:
+                break
             self._capture(bucket, paged)
             if progress is not None:
                 progress(done + 1, len(kinds), bucket)
+
+    @property
+    def given_up(self) -> str | None:
+        """Why nothing is captured any more, in words. Several ranks stay in step: after the first
+        failure on any of them, all run eagerly."""
+        if self._guard.opaque is not None:
+            return f"nothing is captured: {self._guard.opaque}"
+        several = self._body.model.ranks > 1
+        return next(iter(self._failed.values()), None) if several else None
 
     def kinds(self) -> Iterator[tuple[int, bool]]:
         """Every (bucket, paged) that a batch can have, in the order of capture."""
@@ -115,6 +127,8 @@ class Graphs:
         if isinstance(found, str):
             self._failed[kind] = found
             self._report.notes.append(found)
+            if self._body.model.ranks > 1:
+                self.forget_graphs()
         else:
             self._captured[kind] = found
         return found

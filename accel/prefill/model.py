@@ -31,6 +31,8 @@ class PrefillModel(Protocol):
     vocab_size: int
     position_limit: int | None
     """The longest prompt, prefix included, whose packing is right; None if any is."""
+    ranks: int
+    """Processes that hold a part of the model each, and make the same calls."""
     depth: int
     """Layers, one after the other: what rounding errors add up over."""
     horizon: int

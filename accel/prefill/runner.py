@@ -30,6 +30,9 @@ from accel.prefill.slots import HOST
 HEAD_ROWS = 1024
 """Rows of hidden states that `score` gives the head at a time."""
 
+SCARCE = 4
+"""Memory is planned for before capturing if less than this part of it is free."""
+
 
 class PrefillRunner:
     """Runs prompts of one model. See `accel.prefill` for what callers may ask of it.
@@ -114,7 +117,7 @@ class PrefillRunner:
         """
         with self._alone():
             if self._graphs is not None:
-                self._check_memory(self.plan())
+                self._check_memory()
                 if progress is True:
                     from accel.prefill.progress import bar
 
@@ -177,7 +180,8 @@ class PrefillRunner:
                 yield
                 return
             with self._pool.use():
-                self._pool.relieve()
+                if self._model.ranks == 1:  # ranks capture anew together or not at all
+                    self._pool.relieve()
                 yield
 
     def _hidden(self, opened: Prompts) -> list[torch.Tensor]:
@@ -272,8 +276,14 @@ class PrefillRunner:
         ]
         return torch.cat(parts).cpu() if parts else torch.empty(0, device=HOST)
 
-    def _check_memory(self, plan: MemoryPlan) -> None:
-        if not plan.fits and not self.report.captures:
+    def _check_memory(self) -> None:
+        """Raises if memory is scarce and not enough. Not over several ranks: each has its own."""
+        assert self._pool is not None
+        free, total = self._pool.backend.memory(self._pool.device)
+        if free > total // SCARCE or self.report.captures or self._model.ranks > 1:
+            return
+        plan = self.plan()
+        if not plan.fits:
             raise ValueError(
                 f"capturing to max_tokens={plan.max_tokens} takes about {plan.needed:,} bytes, "
                 f"{plan.free:,} are free: lower max_tokens="

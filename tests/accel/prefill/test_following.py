@@ -112,6 +112,18 @@ def test_what_another_rank_cannot_capture_is_eager_here(
     assert reason.endswith("another rank could not capture")
 
 
+def test_after_one_failure_all_ranks_are_eager_for_good(tiny: TinyModel, make: Make) -> None:
+    tiny.ranks = 2
+    runner = make(tiny, buckets=(64,)).capture()
+    assert agrees(runner, tiny) and runner.report.replays == 1
+    tiny.setting, tiny.another_rank_fails = 1, True  # graphs are made anew, and one rank fails
+    assert agrees(runner, tiny)
+    tiny.another_rank_fails = False
+    assert agrees(runner, tiny) and agrees(runner.capture(), tiny)
+    assert (runner.report.replays, runner.report.eager_passes) == (1, 3)
+    assert runner.report.buckets == []
+
+
 def test_a_rank_that_cannot_capture_tells_the_others(tiny: TinyModel, make: Make) -> None:
     runner = make(tiny)
     tiny.verdicts.clear()

@@ -65,6 +65,7 @@ class TinyModel:
     dtype = torch.float32
     hidden_size, vocab_size = HIDDEN, VOCAB
     position_limit: int | None = POSITIONS
+    ranks = 1
 
     def __init__(
         self,
