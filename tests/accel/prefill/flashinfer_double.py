@@ -8,6 +8,7 @@ from the buffers that a plan filled, so that a captured call follows later plans
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import types
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel.prefill import flashinfer_attention, flashinfer_kernels
+from accel.prefill import flashinfer_attention
 from accel.prefill.flashinfer_attention import Gpu
 from tests.accel.prefill import tiny
 
@@ -264,7 +265,8 @@ class Paged(Wrapper):
     def _key_lengths(self) -> torch.Tensor:
         pages = self.buffers["paged_kv_indptr_buf"].long().diff()
         full = (pages - 1).clamp(min=0) * self.options["page_size"]
-        return full + self.buffers["paged_kv_last_page_len_buf"].long()
+        lengths: torch.Tensor = full + self.buffers["paged_kv_last_page_len_buf"].long()
+        return lengths
 
 
 @dataclass
@@ -329,7 +331,7 @@ def install(monkeypatch: pytest.MonkeyPatch, double: Double, generation: str = "
     capability = (9, 0) if generation == "fa3" else (8, 0)
     monkeypatch.setattr(Gpu, "at", lambda device: Gpu(capability, PROCESSORS))
     monkeypatch.setattr(flashinfer_attention, "event_now", double.event_now)
-    monkeypatch.setattr(flashinfer_kernels.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
 
 
 def half_model(
@@ -341,5 +343,6 @@ def half_model(
     model.module.to(dtype)
     model.dtype = dtype
     for layer in model.module.layers:
-        layer.group = replace(layer.group, dtype=dtype)  # type: ignore[arg-type]
+        assert isinstance(layer, tiny.Layer)
+        layer.group = replace(layer.group, dtype=dtype)
     return model

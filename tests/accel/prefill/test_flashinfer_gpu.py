@@ -175,7 +175,7 @@ class Graph:
 def batches_for(paged: bool) -> list[list[tuple[int, int]]]:
     prefixes = [*WITH_PREFIX, *LONG_WITH_PREFIX] if paged else []
     batches = [*RAGGED, *LONG, *prefixes, *RAGGED, *LONG]
-    return [list(batch) for batch in batches]  # type: ignore[arg-type]
+    return [list(batch) for batch in batches]
 
 
 @pytest.mark.parametrize("generation", ["newest", "fa2"])

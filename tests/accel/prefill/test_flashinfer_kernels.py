@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -9,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel.prefill import flashinfer_kernels
 from accel.prefill.attention import AttentionGroup, Unsupported
 from accel.prefill.flashinfer_kernels import (
     DIMS,
@@ -29,9 +30,9 @@ PLAIN, WINDOWED, OF_64 = common_kernels("fa3")[:3]
 def double(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Double:
     """The stand-in with nothing compiled; nvcc and a ninja that finds nothing to do."""
     double = Double(prebuilt=False, folder=tmp_path)
-    which = flashinfer_kernels.shutil.which
+    which = shutil.which
     install(monkeypatch, double)
-    monkeypatch.setattr(flashinfer_kernels.shutil, "which", which)
+    monkeypatch.setattr(shutil, "which", which)
     program(tmp_path / "cuda" / "bin" / "nvcc", "true")
     program(tmp_path / "bin" / "ninja", "echo ninja: no work to do.")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
@@ -122,7 +123,7 @@ def test_a_package_that_does_not_import(
     def import_module(name: str) -> types.ModuleType:
         raise error
 
-    monkeypatch.setattr(flashinfer_kernels.importlib, "import_module", import_module)
+    monkeypatch.setattr(importlib, "import_module", import_module)
     with pytest.raises(Unsupported, match=says) as caught:
         package()
     assert "\n" not in str(caught.value)
