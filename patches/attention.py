@@ -76,9 +76,7 @@ def accel_prefill(
     return attend(group, s_aux, *rows)[None], None
 
 
-def _refuse_more_than_causal(
-    module: nn.Module, mask: torch.Tensor | None, dropout: float
-) -> None:
+def _refuse_more_than_causal(module: nn.Module, mask: torch.Tensor | None, dropout: float) -> None:
     if mask is not None:
         raise Unsupported("attention comes with a mask")
     if dropout:

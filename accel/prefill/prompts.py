@@ -6,13 +6,14 @@ Knows ids, prefixes and pages. Does not know how they are run.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from accel.prefill.batch import Request
-from accel.prefill.kv_cache import KVCache
+from accel.prefill.kv_cache import CacheFull, KVCache
 from accel.prefill.model import PrefillModel
 from accel.prefill.passes import Piece
 from accel.prefill.result import Handle
@@ -39,6 +40,27 @@ class Prompt:
         return Request(ids, self.cached + piece.start, self.pages[:pages])
 
 
+class Guests:
+    """Cached prompts that nobody has asked for: they stay as long as there is room."""
+
+    def __init__(self) -> None:
+        self._handles: list[weakref.ref[Handle]] = []
+
+    def add(self, handles: Sequence[Handle]) -> None:
+        """Takes note of a call's prompts."""
+        alive = [handle for handle in self._handles if handle() is not None]
+        self._handles = [*alive, *map(weakref.ref, handles)]
+
+    def dismiss_one(self) -> bool:
+        """Gives the oldest one's pages back; False if there is none."""
+        while self._handles:
+            handle = self._handles.pop(0)()
+            if handle is not None and handle.alive and not handle.asked_for:
+                handle.release()
+                return True
+        return False
+
+
 class Prompts:
     """The prompts of one call. With a cache, each has a handle that holds its pages."""
 
@@ -46,9 +68,20 @@ class Prompts:
         self.prompts = list(prompts)
         self.handles: list[Handle] = []
 
-    def take_pages(self, cache: KVCache) -> None:
-        """Gives every prompt its pages: full ones of the prefix are shared, a part-filled one is
-        copied, since others may go on in it. Raises `CacheFull`, holding nothing then."""
+    def take_pages(self, cache: KVCache, guests: Guests) -> None:
+        """Gives every prompt its pages; `guests` go where they are needed. Raises `CacheFull`."""
+        while True:
+            try:
+                self._take_pages(cache)
+                break
+            except CacheFull:
+                if not guests.dismiss_one():
+                    raise
+        guests.add(self.handles)
+
+    def _take_pages(self, cache: KVCache) -> None:
+        """Full pages of a prefix are shared, a part-filled one is copied, since others may go on in
+        it. Raises `CacheFull`, holding nothing then."""
         try:
             for prompt in self.prompts:
                 prompt.pages = _pages(cache, prompt)
@@ -62,6 +95,7 @@ class Prompts:
         """Gives all pages back."""
         for handle in self.handles:
             handle.release()
+        self.handles = []
 
 
 def _pages(cache: KVCache, prompt: Prompt) -> tuple[int, ...]:

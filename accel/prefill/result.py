@@ -17,6 +17,8 @@ class Handle:
 
     def __init__(self, cache: KVCache, ids: Sequence[int], pages: Sequence[int]) -> None:
         self.cache, self.ids, self.pages = cache, tuple(ids), tuple(pages)
+        self.asked_for = False
+        """Whether anyone has it but the result. Else its pages may go to a later call."""
         self._end = weakref.finalize(self, cache.release, self.pages)
 
     @property
@@ -43,8 +45,9 @@ class Handle:
 class Result:
     """What one call of a runner computed. Tensors are copies: later calls leave them alone.
 
-    `logits` is `[requests, vocab]`, after each prompt's last token. Where the runner caches, the
-    result holds every prompt's pages until it dies or `release` is called.
+    `logits` is `[requests, vocab]`, after each prompt's last token. Where the runner caches, every
+    prompt's keys and values stay until the result dies, `release` is called, or a later call needs
+    their place; those that `handle` was asked for stay in any case.
     """
 
     def __init__(
@@ -67,14 +70,21 @@ class Result:
         return self._hidden[i]
 
     def handle(self, i: int) -> Handle:
-        """Prompt `i`, prefix included, in the cache. Raises ValueError without a cache."""
+        """Prompt `i`, prefix included, in the cache. Raises ValueError if it is not there."""
         if not self._handles:
             raise ValueError("nothing is cached: prefill_runner(..., cache_tokens=) keeps keys")
-        return self._handles[i]
+        handle = self._handles[i]
+        if not handle.alive:
+            raise ValueError(
+                f"prompt {i} is no longer cached, a later call took its place: ask for handle({i}) "
+                "before, or raise cache_tokens="
+            )
+        handle.asked_for = True
+        return handle
 
     def generate_kwargs(self, first_tokens: Sequence[int] | torch.Tensor) -> dict[str, Any]:
         """Arguments for `model.generate`, which goes on behind `first_tokens`, one per prompt.
-        Raises ValueError without a cache."""
+        Raises ValueError if they are not cached."""
         handles = [self.handle(i) for i in range(len(self))]
         first = [int(token) for token in first_tokens]
         if len(first) != len(handles):

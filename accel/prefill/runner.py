@@ -22,7 +22,7 @@ from accel.prefill.kv_cache import KVCache
 from accel.prefill.memory_plan import MemoryPlan, plan_for
 from accel.prefill.model import PrefillModel
 from accel.prefill.passes import cut, fitting
-from accel.prefill.prompts import Prompt, Prompts, open_prompts
+from accel.prefill.prompts import Guests, Prompt, Prompts, open_prompts
 from accel.prefill.report import PrefillReport
 from accel.prefill.result import Handle, Result
 from accel.prefill.slots import HOST
@@ -65,6 +65,7 @@ class PrefillRunner:
         self._lock = threading.RLock()
         self._pool = Pool(model.device) if backend_for(model.device) else None
         self._graphs: Graphs | None = None
+        self._guests = Guests()
         self.report = PrefillReport(model.name, mode, attention)
         if self._pool is None and mode != "eager":
             self.report.mode = mode = "eager"
@@ -191,7 +192,7 @@ class PrefillRunner:
         cache, largest = self._cache, self._ladder.largest
         self._check_lengths(opened)
         if cache is not None:
-            opened.take_pages(cache)
+            opened.take_pages(cache, self._guests)
         passes = cut([len(p.ids) for p in opened.prompts], largest, cache is not None)
         parts: list[list[torch.Tensor]] = [[] for _ in opened.prompts]
         for pieces in passes:

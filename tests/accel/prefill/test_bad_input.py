@@ -63,6 +63,7 @@ def test_a_prompt_beyond_the_models_positions(tiny: TinyModel, make: Make) -> No
 def test_a_full_cache(tiny: TinyModel, make: Make) -> None:
     runner = make(tiny, cache_tokens=64)
     held = runner(prompts_of(40))
+    held.handle(0)
     with pytest.raises(CacheFull, match=r"48 of 64 tokens and 32 more are needed.*cache_tokens="):
         runner(prompts_of(20))
     held.release()

@@ -238,6 +238,20 @@ def test_closing_gives_the_pool_back(tiny: TinyModel, make: Make) -> None:
     assert pool.bytes() == 0
 
 
+def test_a_loop_needs_room_for_one_result(tiny: TinyModel, make: Make) -> None:
+    runner = make(tiny, cache_tokens=96)
+    first = kept = runner(prompts_of(20))
+    prefix = kept.handle(0)
+    for seed in range(5):
+        result = runner(prompts_of(50, seed=seed))
+        runner.score(prompts_of(30))
+    assert torch.equal(first.hidden(0), runner(prompts_of(20)).hidden(0))
+    with pytest.raises(ValueError, match=r"prompt 0 is no longer cached.*handle\(0\) before"):
+        result.handle(0)
+    assert prefix.alive
+    assert len(runner(prompts_of(3), prefix=prefix)) == 1
+
+
 def test_pages_go_back_when_results_die(tiny: TinyModel, make: Make) -> None:
     runner = make(tiny, cache_tokens=64)
     for _ in range(5):
