@@ -31,7 +31,7 @@ What callers see (`runner.py`, `result.py`, `report.py`); `accel.prefill_runner`
     runner.report                 -> PrefillReport: mode, attention, declined, captures, replays,
                                      eager calls, reasons, bytes per bucket
     runner.close()                gives memory back; calls afterwards raise
-    result.logits                 `[requests, vocab]`, on the device: after each prompt's last token
+    result.logits                 `[requests, vocab]`, on the device, after the last tokens
     result.hidden(i)              `[tokens, hidden]`, on the device
     result.handle(i)              keeps prompt i's keys and values cached (needs cache_tokens=); what
                                   nobody asked for gives way to later calls
