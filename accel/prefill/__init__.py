@@ -33,8 +33,8 @@ What callers see (`runner.py`, `result.py`, `report.py`); `accel.prefill_runner`
     runner.close()                gives memory back; calls afterwards raise
     result.logits                 `[requests, vocab]`, on the device, after the last tokens
     result.hidden(i)              `[tokens, hidden]`, on the device
-    result.handle(i)              keeps prompt i's keys and values cached (needs cache_tokens=); what
-                                  nobody asked for gives way to later calls
+    result.handle(i)              keeps prompt i's keys and values cached (needs cache_tokens=);
+                                  what nobody asked for gives way to later calls
     result.generate_kwargs(first) for `model.generate(**...)`, after the tokens `first`
 
 Bad arguments raise ValueError with one line. A model that cannot be packed is no error: its prompts

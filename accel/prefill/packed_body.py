@@ -46,7 +46,9 @@ class Attending:
     ) -> torch.Tensor:
         index, self.layers = self.layers, self.layers + 1
         if index >= len(self._groups) or self._groups[index] != group:
-            raise Unsupported(f"layer {index} attends otherwise than when it was looked at")
+            raise Unsupported(
+                f"layer {index} attends otherwise than when this runner was made: make another"
+            )
         out = q.new_empty(q.shape[0], group.heads, group.value_dim)
         self._run(index, sinks, q, k, v, out)
         return out
