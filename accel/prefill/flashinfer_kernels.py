@@ -135,7 +135,7 @@ def compile_kernels(
         for done, future in enumerate(as_completed(running)):
             if (why := future.exception()) is not None:
                 failed.append(f"{running[future]}: {_compiler_error(why)}")
-            if progress is not None:
+            elif progress is not None:
                 progress(done + 1, len(specs), str(running[future]))
     if failed:
         raise Unsupported("; ".join(failed))
@@ -152,7 +152,8 @@ def _spec(kernel: Kernel) -> Any:
 
 
 def _compiler_error(why: BaseException) -> str:
-    lines = [line.strip() for line in str(why).splitlines() if "error" in line.lower()]
+    tells = "error", "cannot find"  # compilers say the first, linkers the second before it
+    lines = [line.strip() for line in str(why).splitlines() if any(t in line for t in tells)]
     return lines[0] if lines else _line(why)
 
 

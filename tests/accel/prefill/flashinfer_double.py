@@ -299,7 +299,9 @@ class Spec:
     def build(self, verbose: bool) -> None:
         assert not self.double.prebuilt
         if "head_64" in self.name:
-            raise RuntimeError("Ninja build failed. Ninja output:\n[1/2] nvcc\na.cu: error: no")
+            raise RuntimeError(
+                "Ninja build failed. Ninja output:\n[1/2] nvcc\nld: cannot find -lcuda\nerror: 1"
+            )
         self.write_ninja()
         self.jit_library_path.touch()
         self.double.built.append(self.name)

@@ -95,10 +95,12 @@ def test_a_cache_without_the_compiler_is_not_relied_on(double: Double, tmp_path:
 
 
 def test_a_compilers_error_is_one_line_and_the_others_are_done(double: Double) -> None:
+    seen: list[bool] = []
     with pytest.raises(Unsupported) as caught:
-        compile_kernels([OF_64, PLAIN], at_once=2)
-    assert str(caught.value) == "fa3 bfloat16, head dimension 64: a.cu: error: no"
+        compile_kernels([OF_64, PLAIN], 2, lambda done, total, kernel: seen.append(bool(kernel)))
+    assert str(caught.value) == "fa3 bfloat16, head dimension 64: ld: cannot find -lcuda"
     assert compiled(PLAIN)
+    assert seen == [False, True]
 
 
 def test_no_cuda_toolkit_at_all(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
