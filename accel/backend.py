@@ -181,13 +181,21 @@ class Backend:
         torch._C._cuda_attach_out_of_memory_observer(call)  # type: ignore[attr-defined]
 
     def warm_libraries(self, device: torch.device) -> None:
-        """Makes the math libraries' handles for the current stream: no recording can. (cuDNN makes
-        its own inside a relaxed recording without complaint: tried.)"""
-        torch.cuda.current_blas_handle()
+        """Makes the math libraries' handles for the calling thread, which no recording can, and
+        their scratch memory for the current stream, whose address recorded work keeps: in memory
+        that goes to nothing else, ever. Dropping scratch memory instead (torch knows only all of
+        it at once) would take it from under the feet of other threads. (cuDNN makes its handles
+        inside a relaxed recording without complaint: tried.)"""
+        stream = torch.cuda.current_stream(device)
+        with torch.no_grad(), torch.cuda.use_mem_pool(_scratch_pool(stream.cuda_stream), device):
+            torch.cuda.current_blas_handle()
+            x = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+            torch.nn.functional.linear(x, x, x[0])  # another library's, with memory of its own
 
-    def clear_workspaces(self) -> None:
-        """Drops the math libraries' scratch memory, so that the next recording makes its own."""
-        torch._C._cuda_clearCublasWorkspaces()
+
+@functools.cache
+def _scratch_pool(stream: int) -> torch.cuda.MemPool:
+    return torch.cuda.MemPool()
 
 
 _hiding = threading.local()

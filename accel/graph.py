@@ -126,14 +126,12 @@ class Recording:
         """Begins the next segment."""
         pool = self.graph.pool
         self._segment = pool.backend.segment(pool.id)
-        pool.backend.clear_workspaces()
         self._segment.begin()
 
     def close(self) -> None:
         """Ends the open segment and runs it for the first time."""
         self._segment.end()
         segment, self._segment = self._segment, None
-        self.graph.pool.backend.clear_workspaces()
         self.graph.steps.append(segment)
         segment.replay()
 
@@ -210,7 +208,6 @@ class Recording:
             try:
                 segment.end()
                 pool.bury([segment])
-                pool.backend.clear_workspaces()
             except Exception:
                 pool.may_cut &= not self._was_cut
                 pool.abandon(segment)

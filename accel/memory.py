@@ -59,7 +59,6 @@ class Pool:
         self._side = backend.new_stream(self.device)
         self._last_use: Any = None
         self._last_stream: Any = None
-        self._warm = threading.local()  # not by number: a later thread may have the same
         self._ticks = itertools.count()
         _pools.add(self)
         if backend.device_type not in _watched:
@@ -92,7 +91,7 @@ class Pool:
         with self.use(), torch.inference_mode(False), torch.set_grad_enabled(grad):
             self.backend.wait_stream(self.stream, caller)
             with self.backend.on_stream(self.stream):
-                self._warm_up()
+                self.backend.warm_libraries(self.device)
                 self.anchor()
                 try:
                     yield
@@ -118,12 +117,6 @@ class Pool:
         with self.backend.on_stream(self._side):
             yield
             self.backend.synchronize(self._side)
-
-    def _warm_up(self) -> None:
-        """Handles cannot be made inside a recording; they belong to a thread and a stream."""
-        if not getattr(self._warm, "done", False):
-            self.backend.warm_libraries(self.device)
-            self._warm.done = True
 
     def bury(self, segments: list[Any]) -> None:
         """Takes discarded segments: they are destroyed with the generation, not before."""

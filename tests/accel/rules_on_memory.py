@@ -181,12 +181,15 @@ def a_first_product_is_recorded(device: torch.device) -> None:
     assert runner.report.replays == 1, runner.report.reasons
 
 
-def warmed_elsewhere(warm_up: Any) -> Any:
-    def warm(self: Pool) -> None:
-        with self.backend.on_stream(self._side):
-            warm_up(self)
+def _warmed_elsewhere(monkeypatch: Any) -> None:
+    backend: Any = backend_for("sim")
+    warm = backend.warm_libraries
 
-    return warm
+    def elsewhere(device: torch.device) -> None:
+        with backend.on_stream(backend.new_stream(device)):
+            warm(device)
+
+    monkeypatch.setattr(type(backend), "warm_libraries", staticmethod(elsewhere))
 
 
 @torch.no_grad()
@@ -203,7 +206,7 @@ def scratch_memory_is_cleared_by_others(device: torch.device) -> None:
 
 
 def clear_workspaces(device: torch.device) -> None:
-    """What other users of graphs do, also while our own function is switched off."""
+    """What other users of graphs do."""
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
         return
@@ -233,8 +236,10 @@ def _nothing(*args: Any) -> None:
     return None
 
 
-def _cleared_never(monkeypatch: Any) -> None:
-    monkeypatch.setattr(type(backend_for("sim")), "clear_workspaces", _nothing)
+def _scratch_from_anywhere(monkeypatch: Any) -> None:
+    from tests.simulated.device import card
+
+    monkeypatch.setattr(card, "make_scratch", _nothing)
 
 
 def _unwatched(monkeypatch: Any) -> None:
@@ -304,14 +309,14 @@ ON_MEMORY = [
         "L4",
         "handles made on the recording stream",
         a_first_product_is_recorded,
-        wrapped(Pool, "_warm_up", warmed_elsewhere),
+        _warmed_elsewhere,
         "recording failed: CaptureError: .* handle",
     ),
     Rule(
         "L6",
-        "scratch memory in the pool",
+        "scratch memory that goes to nothing else",
         scratch_memory_is_cleared_by_others,
-        _cleared_never,
+        _scratch_from_anywhere,
         "wrote to someone's tensor",
     ),
     Rule(

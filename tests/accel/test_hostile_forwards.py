@@ -206,7 +206,8 @@ def test_a_python_counter_is_not_seen_and_needs_a_probe(twin: MakeTwin) -> None:
             return x * self.calls
 
     both = twin(Counts)
-    both.runner._probe = lambda: both.watched.calls
+    seen = both.runner._probe
+    both.runner._probe = lambda: (seen(), both.watched.calls)
     for seed in range(6):
         both(seed)
     assert both.report.captures == 0

@@ -202,7 +202,8 @@ class TestL4FirstCalls:
     def test_without_handles_they_fail(
         self, sim: torch.device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(Pool, "_warm_up", lambda self: None)
+        backend: Any = backend_for(sim)
+        monkeypatch.setattr(type(backend), "warm_libraries", lambda self, device: None)
         reasons = self.in_threads(sim).report.reasons
         assert any("recording failed" in reason and "handle" in reason for reason in reasons)
 

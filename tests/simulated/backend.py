@@ -109,9 +109,7 @@ class SimulatedBackend:
 
     def warm_libraries(self, device: torch.device) -> None:
         card.make_handle(card.current_stream())
-
-    def clear_workspaces(self) -> None:
-        card.drop_workspaces()
+        card.make_scratch(card.current_stream())
 
     # What only tests use.
 

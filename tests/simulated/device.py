@@ -77,6 +77,7 @@ class Device:
         self.drop_workspaces()
         arena.total = TOTAL_BYTES
         arena.forget_pools()
+        self.scratch: dict[Stream, Pool] = {}
         self.epoch += 1
         self.seed: torch.Tensor | None = None
         self.segments: WeakSet[SimulatedSegment] = WeakSet()
@@ -128,6 +129,12 @@ class Device:
             pool = self.pool_of(stream)
             self.workspaces[stream] = pool, arena.allocate(pool, WORKSPACE_BYTES)
         return self.workspaces[stream][1]
+
+    def make_scratch(self, stream: Stream) -> None:
+        """Makes the scratch memory for `stream` where nothing else will ever lie."""
+        pool = self.scratch.setdefault(stream, Pool(f"scratch of {stream}"))
+        if stream not in self.workspaces:
+            self.workspaces[stream] = pool, arena.allocate(pool, WORKSPACE_BYTES)
 
     def make_handle(self, stream: Stream) -> None:
         """Makes the math library's handle of this thread for `stream`: not while it records."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.simulated import new_device
 from tests.simulated.arena import SLAB
+from tests.simulated.device import card
 
 Record = Callable[..., tuple[Any, Any]]
 
@@ -150,10 +151,11 @@ def test_a_scratch_block_that_was_freed_corrupts_whoever_owns_it(
     sim: torch.device, backend: Any, record: Record
 ) -> None:
     a = torch.ones(4, 4, device=sim)
+    card.drop_workspaces()  # then the recording makes its own
     segment, y = record(lambda: a @ a)
     segment.replay()
     assert y.eq(4).all().item()
-    backend.clear_workspaces()
+    card.drop_workspaces()
     _, victim = record(lambda: torch.empty(1024, device=sim))
     victim.fill_(1.0)
     segment.replay()
@@ -167,6 +169,7 @@ def test_a_dying_segment_takes_its_streams_scratch_memory_along(
     a = torch.ones(4, 4, device=sim)
     segments = [backend.segment(pool) for _ in range(2)]
     results = []
+    card.drop_workspaces()
     with torch.no_grad(), backend.on_stream(stream):
         for segment in segments:
             segment.begin()
