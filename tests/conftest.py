@@ -47,6 +47,8 @@ def backend(device: torch.device) -> Backend:
 
 
 @pytest.fixture
-def sim() -> torch.device:
+def sim(request: pytest.FixtureRequest) -> torch.device:
     """The simulated device alone, as new, for what only it can show."""
+    if request.node.get_closest_marker("gpu") is not None:  # and of `device` another turn
+        pytest.skip("only the simulated device can show it")
     return _simulated_device()
