@@ -18,8 +18,18 @@ from tests.simulated import new_device
 GPU_COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("gpu") is None)  # stable: GPU tests first
+    """GPU tests first, in every process; the tests of a file stay together."""
+    items.sort(key=lambda item: item.get_closest_marker("gpu") is None)  # stable
+    for item in items:
+        device = "simulated" if item.get_closest_marker("gpu") is None else "gpu"
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {device}"))
 
 
 def _simulated_device() -> torch.device:

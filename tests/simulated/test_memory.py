@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.simulated import new_device
 from tests.simulated.arena import SLAB
-from tests.simulated.device import card
 
 Record = Callable[..., tuple[Any, Any]]
 
@@ -147,15 +146,21 @@ def test_an_anchor_segment_keeps_a_pool_usable(backend: Any, pool: Any, stream: 
             segment.end()
 
 
+def _drop_scratch_memory() -> None:
+    from tests.simulated.device import card  # importing it makes the device known to torch
+
+    card.drop_workspaces()
+
+
 def test_a_scratch_block_that_was_freed_corrupts_whoever_owns_it(
     sim: torch.device, backend: Any, record: Record
 ) -> None:
     a = torch.ones(4, 4, device=sim)
-    card.drop_workspaces()  # then the recording makes its own
+    _drop_scratch_memory()  # then the recording makes its own
     segment, y = record(lambda: a @ a)
     segment.replay()
     assert y.eq(4).all().item()
-    card.drop_workspaces()
+    _drop_scratch_memory()
     _, victim = record(lambda: torch.empty(1024, device=sim))
     victim.fill_(1.0)
     segment.replay()
@@ -169,7 +174,7 @@ def test_a_dying_segment_takes_its_streams_scratch_memory_along(
     a = torch.ones(4, 4, device=sim)
     segments = [backend.segment(pool) for _ in range(2)]
     results = []
-    card.drop_workspaces()
+    _drop_scratch_memory()
     with torch.no_grad(), backend.on_stream(stream):
         for segment in segments:
             segment.begin()
