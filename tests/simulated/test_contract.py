@@ -186,7 +186,8 @@ def test_collecting_tests_does_not_make_torch_know_the_simulated_device() -> Non
     """With a third party's device torch's autograd for CUDA fails in the whole process."""
     program = (
         "import sys, pytest, torch\n"
-        "assert pytest.main(['--collect-only', '-q', 'tests', '-n0', '-p', 'no:cacheprovider']) == 0\n"
+        "options = ['--collect-only', '-q', '-n0', '-p', 'no:cacheprovider']\n"
+        "assert pytest.main(['tests', *options]) == 0\n"
         "assert torch._C._get_privateuse1_backend_name() == 'privateuseone'\n"
     )
     root = Path(__file__).parents[2]
