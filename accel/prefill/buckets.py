@@ -31,10 +31,11 @@ class Ladder:
     def __init__(self, max_tokens: int, sizes: Sequence[int] | None = None) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens}: a batch has at least one token")
+        sizes = None if sizes is None else [*sizes]
+        if sizes is not None and not all(isinstance(n, int) for n in sizes):
+            raise ValueError(f"buckets={sizes}: whole numbers, sizes in tokens")
         if sizes is not None and (not sizes or min(sizes) < 1 or max(sizes) > max_tokens):
-            raise ValueError(
-                f"buckets={list(sizes)}: sizes lie between 1 and max_tokens={max_tokens}"
-            )
+            raise ValueError(f"buckets={sizes}: sizes lie between 1 and max_tokens={max_tokens}")
         below = (n for n in (_usual(max_tokens) if sizes is None else sizes) if n < max_tokens)
         self.sizes = (*sorted({*below}), max_tokens)
 

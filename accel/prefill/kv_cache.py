@@ -58,7 +58,8 @@ class KVCache:
         ]
         self._free = list(range(self.pages))[::-1]
         self._holders = [0] * self.pages
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may release a handle while this thread takes pages.
+        self._lock = threading.RLock()
 
     def keys(self, layer: int) -> torch.Tensor:
         """`[pages + 1, page_size, kv_heads, head_dim]`, contiguous; the last page is the dummy."""
@@ -123,8 +124,11 @@ class KVCache:
             return taken
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more holder for each of `pages`."""
+        """One more holder for each of `pages`. Raises ValueError if any has none: then it may be
+        someone else's next."""
         with self._lock:
+            if not all(self._holders[page] for page in pages):
+                raise ValueError("a cached prefix was released while it was asked for")
             for page in pages:
                 self._holders[page] += 1
 

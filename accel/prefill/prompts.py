@@ -5,9 +5,10 @@ Knows ids, prefixes and pages. Does not know how they are run.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,8 +56,7 @@ class Guests:
         """Gives the oldest one's pages back; False if there is none."""
         while self._handles:
             handle = self._handles.pop(0)()
-            if handle is not None and handle.alive and not handle.asked_for:
-                handle.release()
+            if handle is not None and handle.dismiss():
                 return True
         return False
 
@@ -101,13 +101,27 @@ class Prompts:
 def _pages(cache: KVCache, prompt: Prompt) -> tuple[int, ...]:
     shared, part = divmod(prompt.cached, cache.page_size)
     needed = cache.pages_for(prompt.cached + len(prompt.ids))
-    fresh = cache.take(needed - shared)
     if prompt.prefix is None:
-        return fresh
-    cache.share(prompt.prefix.pages[:shared])
-    if part:
-        cache.copy_page(prompt.prefix.pages[shared], fresh[0])
-    return (*prompt.prefix.pages[:shared], *fresh)
+        return cache.take(needed)
+    with _held(cache, prompt.prefix):
+        fresh = cache.take(needed - shared)
+        cache.share(prompt.prefix.pages[:shared])
+        if part:
+            cache.copy_page(prompt.prefix.pages[shared], fresh[0])
+        return (*prompt.prefix.pages[:shared], *fresh)
+
+
+@contextlib.contextmanager
+def _held(cache: KVCache, prefix: Handle) -> Iterator[None]:
+    """Keeps a prefix's pages: another thread may release the handle at any time, and what is taken
+    next would be these pages. Raises ValueError if it has."""
+    cache.share(prefix.pages)
+    try:
+        if not prefix.alive:  # released before, and its pages taken by another prompt of this call
+            raise ValueError("a cached prefix was released while it was asked for")
+        yield
+    finally:
+        cache.release(prefix.pages)
 
 
 def open_prompts(
@@ -120,6 +134,9 @@ def open_prompts(
     that cannot be run."""
     if isinstance(prompts, torch.Tensor):
         prompts = prompts.tolist()
+    if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
+        kind = type(prompts).__name__
+        raise ValueError(f"prompts are a list of lists of token ids, this is one {kind}")
     if not len(prompts):
         raise ValueError("no prompts: at least one list of token ids is needed")
     prefixes = _prefixes(len(prompts), prefix, cache)
@@ -128,10 +145,13 @@ def open_prompts(
 
 
 def _ids(i: int, prompt: Sequence[int] | torch.Tensor, vocab_size: int) -> list[int]:
-    if isinstance(prompt, str):
+    if isinstance(prompt, (str, bytes)):
         raise ValueError(f"prompt {i} is a string: give token ids, tokenizer(text).input_ids")
+    tokens: object = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
+    if not isinstance(tokens, Iterable):
+        raise ValueError(f"prompt {i} is {tokens!r}: a prompt is a list of token ids")
     ids: list[int] = []
-    for token in prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt:
+    for token in tokens:
         try:
             ids.append(operator.index(token))
         except TypeError:

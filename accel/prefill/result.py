@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +18,9 @@ class Handle:
 
     def __init__(self, cache: KVCache, ids: Sequence[int], pages: Sequence[int]) -> None:
         self.cache, self.ids, self.pages = cache, tuple(ids), tuple(pages)
-        self.asked_for = False
+        self._asked_for = False
         """Whether anyone has it but the result. Else its pages may go to a later call."""
+        self._lock = threading.Lock()
         self._end = weakref.finalize(self, cache.release, self.pages)
 
     @property
@@ -34,6 +36,21 @@ class Handle:
     def release(self) -> None:
         """Gives the pages back now; the handle is of no use afterwards."""
         self._end()
+
+    def ask_for(self) -> bool:
+        """From now on its pages go to no later call; False if they have gone already."""
+        with self._lock:
+            self._asked_for = True
+            return self.alive
+
+    def dismiss(self) -> bool:
+        """Gives the pages back if nobody has asked for it, at the same time in another thread,
+        say; False if there was nothing to give."""
+        with self._lock:
+            dismissed = self.alive and not self._asked_for
+            if dismissed:
+                self.release()
+            return dismissed
 
     def keys_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of a layer's keys and values, each `[tokens, kv_heads, dim]`."""
@@ -74,12 +91,11 @@ class Result:
         if not self._handles:
             raise ValueError("nothing is cached: prefill_runner(..., cache_tokens=) keeps keys")
         handle = self._handles[i]
-        if not handle.alive:
+        if not handle.ask_for():
             raise ValueError(
                 f"prompt {i} is no longer cached, a later call took its place: ask for handle({i}) "
                 "before, or raise cache_tokens="
             )
-        handle.asked_for = True
         return handle
 
     def generate_kwargs(self, first_tokens: Sequence[int] | torch.Tensor) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from typing import SupportsIndex
 
 import torch
 
@@ -56,6 +57,14 @@ class PrefillRunner:
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode={mode!r}: one of {', '.join(MODES)}")
+        sizes = {
+            "max_tokens": max_tokens,
+            "max_requests": max_requests,
+            "cache_tokens": cache_tokens,
+        }
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, SupportsIndex):
+                raise ValueError(f"{name}={size!r}: a whole number")
         if max_requests < 1:
             raise ValueError(f"max_requests={max_requests}: there is at least one slot")
         if cache_tokens < 0:
@@ -104,7 +113,8 @@ class PrefillRunner:
             most = self._max_requests if self.report.mode == "full" else len(lengths)
             for group in fitting(lengths, self._ladder.largest, most):
                 some = Prompts([opened.prompts[i] for i in group])
-                for prompt, hidden in zip(some.prompts, self._hidden(some), strict=True):
+                states = self._hidden(some, keep=False)
+                for prompt, hidden in zip(some.prompts, states, strict=True):
                     scores.append(self._score(prompt.ids, hidden))
                 some.release()
             self.report.calls += 1
@@ -146,8 +156,12 @@ class PrefillRunner:
 
     def close(self) -> None:
         """Gives all memory back. Later calls raise ValueError; closing again does nothing."""
-        if self._closed:
-            return
+        with self._lock:
+            if self._closed:
+                return
+            self._end()
+
+    def _end(self) -> None:
         with self._alone():
             self._closed = True
             if self._graphs is not None:
@@ -185,15 +199,17 @@ class PrefillRunner:
                     self._pool.relieve()
                 yield
 
-    def _hidden(self, opened: Prompts) -> list[torch.Tensor]:
-        """Hidden states of every prompt's own tokens, `[tokens, hidden]` each."""
+    def _hidden(self, opened: Prompts, keep: bool = True) -> list[torch.Tensor]:
+        """Hidden states of every prompt's own tokens, `[tokens, hidden]` each. What nobody is going
+        to `keep` is cached only if it takes several passes."""
         if self._body is None:
             return [self._own(prompt) for prompt in opened.prompts]
         cache, largest = self._cache, self._ladder.largest
         self._check_lengths(opened)
-        if cache is not None:
+        lengths = [len(prompt.ids) for prompt in opened.prompts]
+        if cache is not None and (keep or sum(lengths) > largest):
             opened.take_pages(cache, self._guests)
-        passes = cut([len(p.ids) for p in opened.prompts], largest, cache is not None)
+        passes = cut(lengths, largest, cache is not None)
         parts: list[list[torch.Tensor]] = [[] for _ in opened.prompts]
         for pieces in passes:
             requests = [opened.prompts[piece.prompt].request(piece, cache) for piece in pieces]
