@@ -17,6 +17,11 @@ from accel.prefill.captured import BreakableBody, Captured, FullBody, Ground
 from accel.prefill.packed_body import PackedBody
 from accel.prefill.report import BucketReport, PrefillReport
 
+FRUITLESS = 4
+"""Times in a row that the model changed while graphs of it ran, after which none are captured."""
+BARRED_CALLS = 64
+"""Batches that run eagerly then, before graphs are tried again."""
+
 Progress = Callable[[int, int, int], None]
 """Called with (graphs captured, graphs to capture, bucket)."""
 
@@ -42,12 +47,16 @@ class Graphs:
         self._failed: dict[tuple[int, bool], str] = {}
         self._state: object = None
         self._version = -1
+        self._fruitless = self._barred = 0
         pool.tenants.add(self)
 
     def get(self, bucket: int, paged: bool) -> Captured | str:
         """The captured body for a batch of that kind, captured now if need be; or why there is
         none. What it was captured with is looked at after the launch (`hold`); only that no weight
         it reads was freed has to be known before."""
+        if self._barred:
+            self._barred -= 1
+            return "the model changes in every call"
         found = self._captured.get((bucket, paged and self._full))
         if found is not None and self._guard.check_alive() == self._version:
             return found
@@ -89,7 +98,11 @@ class Graphs:
         """Whether graphs still are what the model would do. If not they are dropped, and what they
         computed is worth nothing: asked while the device is at work."""
         self._follow_the_model()
-        return bool(self._captured)
+        held = bool(self._captured)
+        self._fruitless = 0 if held else self._fruitless + 1
+        if self._fruitless == FRUITLESS:
+            self._fruitless, self._barred = 0, BARRED_CALLS
+        return held
 
     def forget_graphs(self) -> None:
         """Drops every graph; the next call captures anew. Called by the pool, too."""

@@ -75,6 +75,22 @@ def test_a_setting_that_changes_in_every_call_is_eager(tiny: TinyModel, make: Ma
     assert dict(runner.report.reasons) == {"the model changes while it runs": 1}
 
 
+def test_a_model_that_changes_in_every_call_is_not_captured_for_ever(
+    tiny: TinyModel, make: Make
+) -> None:
+    class Restless(TinyModel):
+        def state(self) -> object:
+            self.setting += 1
+            return self.setting
+
+    model = Restless(tiny.device)
+    runner = make(model, buckets=(64,))
+    for _ in range(6):
+        assert agrees(runner, model)
+    assert runner.report.reasons["the model changes in every call"] == 4
+    assert runner.report.captures == 8
+
+
 def test_a_model_whose_prompts_leak_is_declined(device: torch.device, make: Make) -> None:
     model = TinyModel(device, leak=True)
     runner = make(model)
