@@ -154,7 +154,8 @@ class TransformersModel:
 
     def state(self) -> Any:
         """As `PrefillModel.state`: hooks, adapters and their scales, plain attributes."""
-        return self._probe()
+        with self._lock:  # what another runner of this model sets for one call is none of it
+            return self._probe()
 
     def agree(self, fine: bool) -> bool:
         """As `PrefillModel.agree`, over a group of its own that needs no device."""

@@ -3,6 +3,7 @@ prompt, and equal bit for bit from mode to mode."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,6 +140,31 @@ def test_the_model_is_left_as_it_was(family: str, device: torch.device, make: Ma
     assert model.config._attn_implementation == name
     assert all({k: id(v) for k, v in vars(m).items()} == kept for m, kept in state)
     assert torch.equal(own_logits(model, prompt), before)
+
+
+def test_two_runners_of_one_model_leave_each_others_graphs_alone(
+    device: torch.device, make: Make
+) -> None:
+    model = tiny_lm("llama", device)
+    runners = [make(model), make(model, mode="full", cache_tokens=256)]
+    batches = [prompts_of(5 + n, 20, seed=n) for n in range(6)]
+    own = [[own_hidden(model, prompt) for prompt in batch] for batch in batches]
+    wrong: list[Any] = []
+
+    def work(runner: PrefillRunner) -> None:
+        for batch, expected in zip(batches, own, strict=True):
+            result = runner(batch)
+            pairs = enumerate(expected)
+            wrong.extend(i for i, x in pairs if (result.hidden(i) - x).abs().max() > 1e-4)
+
+    threads = [threading.Thread(target=work, args=(runner,)) for runner in runners]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    for runner in runners:
+        assert (runner.report.recaptures, runner.report.replays) == (0, 6), runner.report
 
 
 @pytest.mark.parametrize("family", OPTIONS)
