@@ -16,6 +16,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -59,7 +60,8 @@ def _shim_of(module: nn.Module) -> Callable[[Any, Forward, Any, Any], Any]:
     shim = _SHIMS.get(type(module).__name__)
     if shim is None or any(m._compiled_call_impl is not None for m in module.modules()):
         return _plainly
-    return shim.run if _text(type(module).__module__, shim.of) == shim.text else _plainly
+    fits = _text(type(module).__module__, shim.of) == shim.text and not _has_own(module, shim.of)
+    return shim.run if fits else _plainly
 
 
 class Shim(NamedTuple):
@@ -71,21 +73,44 @@ class Shim(NamedTuple):
     text: str = hashlib.sha256().hexdigest()[:16]
 
 
-@functools.cache
 def _text(module: str, names: tuple[str, ...]) -> str:
     """A digest of the text of functions of a Python module; "" where they are not found."""
     try:
         file = sys.modules[module]
         found = [functools.reduce(getattr, name.split("."), file) for name in names]
-        text = "".join(map(inspect.getsource, found))
+        return _digest(*found)
     except (AttributeError, KeyError, OSError, TypeError):
         return ""
+
+
+@functools.cache
+def _digest(*functions: Any) -> str:
+    text = "".join(map(inspect.getsource, functions))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _has_own(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Whether a method of the module's class is covered by one of its own; that its forward is, is
+    our doing."""
+    kind = type(module).__name__
+    methods = {name.removeprefix(f"{kind}.") for name in names if name.startswith(f"{kind}.")}
+    return not vars(module).keys().isdisjoint(methods - {"forward"})
 
 
 def _bound(model: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
     """A call's arguments by name, the model first. The signature of a wrapper may hide them."""
     return inspect.signature(type(model).forward).bind(model, *args, **kwargs)
+
+
+def _in_place_of(module: nn.Module, name: str, function: Forward) -> AbstractContextManager[Any]:
+    """While open, `function` stands in a method's place for the thread that records. Others, which
+    may be in the midst of the same forward, get the method."""
+    method = getattr(module, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (method if current_recording() is None else function)(*args, **kwargs)
+
+    return mock.patch.object(module, name, run)
 
 
 def _hidream(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -97,7 +122,7 @@ def _hidream(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
         rows, columns = (size // model.config.patch_size for size in latents.shape[-2:])
         return tokens, masks, [(rows, columns)] * len(latents), ids
 
-    with mock.patch.object(model, "patchify", with_sizes_on_the_host):
+    with _in_place_of(model, "patchify", with_sizes_on_the_host):
         return forward(*args, **kwargs)
 
 
@@ -117,7 +142,7 @@ def _nucleus(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
         for layer in model.modules():
             if type(layer).__name__ == "NucleusMoELayer" and not layer.experts.use_grouped_mm:
                 run = _evenly(layer.experts.forward, layer.num_experts)
-                stack.enter_context(mock.patch.object(layer.experts, "forward", run))
+                stack.enter_context(_in_place_of(layer.experts, "forward", run))
         return forward(*args, **kwargs)
 
 
@@ -141,7 +166,7 @@ def _glm_image(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
         return torch.where(drop.unsqueeze(-1), embedding * 0.0, embedding)
 
     call.arguments["prior_token_drop"] = slice(0, 0)
-    with mock.patch.object(embed, "forward", dropped):
+    with _in_place_of(embed, "forward", dropped):
         return forward(*call.args[1:], **call.kwargs)
 
 
@@ -178,7 +203,7 @@ def _mochi(model: Any, forward: Forward, args: Any, kwargs: Any) -> Any:
         return plain(times, prompts, mask, *rest, **options)
 
     call.arguments["encoder_attention_mask"], plain = mask.cpu(), embed.forward
-    with mock.patch.object(embed, "forward", embedded):
+    with _in_place_of(embed, "forward", embedded):
         return forward(*call.args[1:], **call.kwargs)
 
 

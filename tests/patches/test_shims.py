@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import accel
-from accel.graph import BreakableGraph, capture
+from accel.graph import BreakableGraph, capture, current_recording
 from accel.memory import Pool
 from accel.patches import shims
 from accel.pipelines.tiny import FAMILIES
@@ -110,6 +111,71 @@ def test_a_shim_stays_away_from_another_text(
     monkeypatch.setattr(shims, "_text", lambda module, names: "another")
     report = report_of("nucleus", sim, FAMILIES["nucleus"].make(seed=0).to(sim), CALLS[:3])
     assert len(report.graphs[0].breaks) == plain_breaks("nucleus", sim)
+
+
+def test_a_shim_stays_away_from_other_methods(
+    sim: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = FAMILIES["hidream"].make(seed=0)
+    assert shims._shim_of(model) is not shims._plainly
+    patchify = type(model).patchify
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model), "patchify", lambda self, x: patchify(self, x))
+        assert shims._shim_of(model) is shims._plainly
+    assert shims._shim_of(model) is not shims._plainly
+    model.patchify = lambda x: patchify(model, x)
+    assert shims._shim_of(model) is shims._plainly
+
+
+class Meeting:
+    """One thread in the midst of a plain call, while another records the same model."""
+
+    def __init__(self, model: nn.Module, place: nn.Module) -> None:
+        self._model, self._forward = model, place.forward
+        self._eager, self._records, self._done = (threading.Event() for _ in range(3))
+        place.forward = self._meet
+        accel.patch(model, capture="always")
+
+    def _meet(self, *args: Any, **kwargs: Any) -> Any:
+        if current_recording() is not None:
+            self._records.set()
+            assert self._done.wait(30)
+        elif self._other is threading.current_thread():
+            self._eager.set()
+            assert self._records.wait(30)
+        return self._forward(*args, **kwargs)
+
+    def result_of_the_other(self, mine: Any, others: Any) -> Any:
+        found: list[Any] = []
+
+        def call() -> None:
+            torch.set_num_threads(1)
+            with torch.no_grad():
+                found.append(self._model(**others))
+            self._done.set()
+
+        self._other = threading.Thread(target=call)
+        with torch.no_grad():
+            self._model(**mine)
+            self._other.start()
+            assert self._eager.wait(30)
+            self._model(**mine)
+        self._other.join(30)
+        return found[0]
+
+
+def test_another_thread_in_the_midst_of_a_call_sees_no_shim(sim: torch.device) -> None:
+    family = FAMILIES["glm_image"]
+    mine, others = family.inputs(1, 0), family.inputs(5, 1)
+    mine["prior_token_drop"] = torch.ones_like(mine["prior_token_drop"])
+    others["prior_token_drop"] = torch.zeros_like(others["prior_token_drop"])
+    with torch.no_grad():
+        expected = family.make(seed=0)(**others)
+    model = family.make(seed=0).to(sim)
+    meeting = Meeting(model, model.image_projector)
+    result = meeting.result_of_the_other(moved(mine, sim), moved(others, sim))
+    assert_same(moved(result, "cpu"), expected)
+    assert accel.report(model)["module"].captures == 1
 
 
 def test_a_text_that_is_not_found_is_another() -> None:
