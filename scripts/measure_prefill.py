@@ -171,6 +171,7 @@ def measure(session: Session) -> None:
     names = options.ways.split(",")
     ways = Ways(session.model, names, made_with)
     session.facts["left out"] = ways.left_out
+    session.failed |= bool(ways.left_out) and not ways.runners
     if not options.no_times:
         times(session, ways)
     if options.check:
