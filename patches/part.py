@@ -96,7 +96,7 @@ class Part:
         self._runner: GraphRunner | None = None
         self._first: tuple[dict[str, Any], str] | None = _first_parameter(module)
         self._install()
-        self._unread_cache = _position_of_use_cache(self._patched) if is_encoder else None
+        self._unread_cache = _position_of_use_cache(self._patched, module) if is_encoder else None
 
     def _install(self) -> None:
         self._patched = PatchedMethod(self.module, self._method, self._call)
@@ -181,8 +181,16 @@ def _first_parameter(module: nn.Module) -> tuple[dict[str, Any], str] | None:
     return None
 
 
-def _position_of_use_cache(forward: Callable[..., Any]) -> int | None:
+def _position_of_use_cache(forward: Callable[..., Any], module: nn.Module) -> int | None:
     """Where a language model takes `use_cache`, None if it does not: a pipeline that uses one as a
-    text encoder leaves that unset, and reads no cache."""
-    names = list(inspect.signature(forward).parameters)
-    return names.index("use_cache") if "use_cache" in names else None
+    text encoder leaves that unset, and reads no cache. One that hands it on unnamed, to the
+    language model in it, takes it after everything else."""
+    parameters = inspect.signature(forward).parameters
+    if "use_cache" in parameters:
+        return list(parameters).index("use_cache")
+    if all(x.kind is not inspect.Parameter.VAR_KEYWORD for x in parameters.values()):
+        return None
+    inner = (getattr(module, name, None) for name in ("model", "language_model"))
+    models = [model for model in inner if isinstance(model, nn.Module)]
+    takes = any(_position_of_use_cache(model.forward, model) is not None for model in models)
+    return len(parameters) if takes else None
