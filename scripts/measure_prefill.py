@@ -29,6 +29,7 @@ from prefill_measures.ways import MODES, NO_GRAPHS, WAYS, Options, Ways
 from result_file import write
 
 from accel.pipelines import zoo_language
+from accel.pipelines.machine import synchronize
 from accel.pipelines.random_weights import count
 from accel.pipelines.versions import installed
 from accel.prefill.buckets import Ladder
@@ -85,7 +86,7 @@ class Session:
         wanted = int(layers) if layers else None
         begin = time.perf_counter()
         self.model = zoo_language.build(name, self.device, seed=options.seed, layers=wanted)
-        timing.synchronize(self.device)
+        synchronize(self.device)
         largest = max([*options.tokens, *map(sum, options.batch)])
         self.made_with = Options(
             options.max_tokens or largest, options.max_requests, options.attention

@@ -52,7 +52,6 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
-@torch.compiler.disable
 def _attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -64,17 +63,17 @@ def compiled(model: Any, dynamic: bool, backend: str | Callable[..., Any]) -> It
     """The decoder of `model`, to be compiled at its first call: token ids in, hidden states out."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _attend)
+    AttentionInterface.register(NAME, torch.compiler.disable(_attend))
     decoder = model.get_decoder()
     # Dynamic shapes make inputs of floats, too, and those lie on the host: no graph takes them.
-    tracing = {"recompile_limit": MANY, "accumulated_recompile_limit": MANY}
+    tracing: dict[str, Any] = {"recompile_limit": MANY, "accumulated_recompile_limit": MANY}
     tracing["specialize_float"] = True
     mode = "reduce-overhead" if backend == "inductor" else None
     quick = torch.compile(decoder, mode=mode, dynamic=dynamic, backend=backend)
 
     def run(ids: torch.Tensor) -> torch.Tensor:
-        torch.compiler.cudagraph_mark_step_begin()
-        hidden: torch.Tensor = quick(input_ids=ids, use_cache=False).last_hidden_state
+        torch.compiler.cudagraph_mark_step_begin()  # what graphs returned before is not needed
+        hidden: torch.Tensor = quick(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[no-untyped-call]
         return hidden
 
     torch._dynamo.reset()
@@ -82,7 +81,7 @@ def compiled(model: Any, dynamic: bool, backend: str | Callable[..., Any]) -> It
     with (
         torch.no_grad(),
         implementation(decoder, NAME),
-        torch._dynamo.config.patch(**tracing),
+        torch._dynamo.config.patch(tracing),
         torch._inductor.config.patch({"triton.cudagraph_unexpected_rerecord_limit": MANY}),
     ):
         yield run
