@@ -80,7 +80,7 @@ class TransformersModel:
         offloaded = getattr(getattr(table, "_hf_hook", None), "execution_device", None)
         self.device = torch.device(table.weight.device if offloaded is None else offloaded)
         self.dtype = self._decoder.dtype
-        self.hidden_size, self.vocab_size = config.hidden_size, table.weight.shape[0]
+        self.hidden_size = config.hidden_size
         self._rotary = [m for m in self._decoder.modules() if hasattr(m, "rope_type")]
         self.position_limit = _position_limit(config, self._rotary)
         self.horizon = _horizon(config)
@@ -91,6 +91,11 @@ class TransformersModel:
         self.ranks = getattr(model, "tp_size", None) or 1
         several = self.ranks > 1
         self._group: Any = torch.distributed.new_group(backend="gloo") if several else None
+
+    @property
+    def vocab_size(self) -> int:
+        """As `PrefillModel.vocab_size`."""
+        return int(self._decoder.get_input_embeddings().weight.shape[0])
 
     def objection(self) -> str | None:
         """As `PrefillModel.objection`."""
@@ -125,10 +130,14 @@ class TransformersModel:
             return self._hidden(input_ids=ids[None])[0]
 
     def _hidden(self, **inputs: torch.Tensor) -> torch.Tensor:
-        output = self._decoder(**inputs, use_cache=False)
+        output = self._decoder(**inputs, use_cache=False, **self._with_names())
         self._output_class = type(output)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
+
+    def _with_names(self) -> dict[str, Any]:
+        """Makes the model name its outputs, also where its configuration asks for tuples."""
+        return {} if getattr(self._model.config, "return_dict", True) else {"return_dict": True}
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `PrefillModel.head`: the model's own forward around a decoder that returns `hidden`.
@@ -138,7 +147,8 @@ class TransformersModel:
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=self.device)
         output = self._output_class(last_hidden_state=hidden[None])
         with self._lock, _returning(self._decoder, output):
-            logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits
+            named = self._model(input_ids=ids, use_cache=False, **self._with_names())
+            logits: torch.Tensor = named.logits
         return logits[0]
 
     @contextlib.contextmanager
@@ -174,6 +184,8 @@ class TransformersModel:
         """As `PrefillModel.generate_kwargs`: prompts are padded on the left, as there."""
         from transformers import DynamicCache
 
+        if not 0 <= min(first_tokens) <= max(first_tokens) < self.vocab_size:
+            raise ValueError(f"first tokens {[*first_tokens]}: ids go to {self.vocab_size - 1}")
         longest = max(map(len, prompts))
         whole = [[*p, first] for p, first in zip(prompts, first_tokens, strict=True)]
         ids = [[0] * (longest + 1 - len(p)) + p for p in whole]

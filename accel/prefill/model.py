@@ -28,7 +28,6 @@ class PrefillModel(Protocol):
     device: torch.device
     dtype: torch.dtype
     hidden_size: int
-    vocab_size: int
     position_limit: int | None
     """The longest prompt, prefix included, whose packing is right; None if any is."""
     ranks: int
@@ -40,6 +39,10 @@ class PrefillModel(Protocol):
     the self-test goes beyond it. 0 if there is none."""
     module: nn.Module
     """Whose weights and structure graphs depend on."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids there are, now: embeddings can be resized."""
 
     def objection(self) -> str | None:
         """Why prompts must not be packed, known without trying; None if nothing is known."""

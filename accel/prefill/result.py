@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -102,7 +103,12 @@ class Result:
         """Arguments for `model.generate`, which goes on behind `first_tokens`, one per prompt.
         Raises ValueError if they are not cached."""
         handles = [self.handle(i) for i in range(len(self))]
-        first = [int(token) for token in first_tokens]
+        if isinstance(first_tokens, torch.Tensor):
+            first_tokens = first_tokens.flatten().tolist()
+        try:
+            first = [operator.index(token) for token in first_tokens]
+        except TypeError as error:
+            raise ValueError(f"first tokens are whole numbers, one a prompt: {error}") from None
         if len(first) != len(handles):
             raise ValueError(f"{len(first)} first tokens for {len(handles)} prompts")
         cached = [[h.keys_values(layer) for layer in range(self._layers)] for h in handles]

@@ -179,3 +179,51 @@ def test_adapters_are_followed(device: torch.device) -> None:
     assert not torch.allclose(own_hidden(model, PROMPTS[0]), before, atol=1e-3)
     assert right(runner, model)
     assert (runner.report.replays, runner.report.recaptures) == (3, 2)
+
+
+@pytest.mark.parametrize("entries", [120, 50])
+def test_embeddings_that_are_resized(entries: int, device: torch.device) -> None:
+    model = tiny_lm("llama", device)
+    [prompt] = prompts_of(20)
+    with accel.prefill_runner(model, max_tokens=64, attention="reference") as runner:
+        runner([prompt])
+        model.resize_token_embeddings(entries)
+        with pytest.raises(ValueError, match=f"holds the id {entries}: ids go from 0 to"):
+            runner([[entries]])
+        hidden = runner([[entries - 1, 5]]).hidden(0)
+    assert (hidden - own_hidden(model, [entries - 1, 5])).abs().max() < 1e-4
+
+
+def test_a_configuration_that_asks_for_tuples(device: torch.device) -> None:
+    model = tiny_lm("llama", device)
+    [prompt] = prompts_of(20)
+    expected = own_logits(model, prompt)[-1]
+    model.config.return_dict = False
+    for _ in range(2):
+        with accel.prefill_runner(model, max_tokens=64, attention="reference") as runner:
+            assert (runner([prompt]).logits[0] - expected).abs().max() < 1e-4
+            assert runner.report.declined is None
+            model.config.return_dict = not model.config.return_dict
+            assert (runner([prompt]).logits[0] - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        ([1], "1 first tokens for 2 prompts"),
+        ([1, 97], r"first tokens \[1, 97\]: ids go to 96"),
+        ([1, -1], "ids go to 96"),
+        ([1.7, 2.0], "first tokens are whole numbers"),
+        (torch.zeros(2, 97), "first tokens are whole numbers"),
+        (["a", "b"], "first tokens are whole numbers"),
+    ],
+    ids=repr,
+)
+def test_first_tokens_that_are_none(first: Any, says: str, sim: torch.device) -> None:
+    options: Any = {"max_tokens": 64, "attention": "reference", "cache_tokens": 64}
+    with accel.prefill_runner(tiny_lm("llama", sim), **options) as runner:
+        result = runner(prompts_of(5, 6))
+        with pytest.raises(ValueError, match=says):
+            result.generate_kwargs(first)
+        column = torch.tensor([[3], [4]], device=sim)
+        assert result.generate_kwargs(column)["input_ids"][:, -1].tolist() == [3, 4]
