@@ -30,7 +30,9 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--prompts {file}: cannot be read: {first_line(error)}") from error
-    prompts = [line.strip() for line in text.splitlines() if line.strip()]
+    # Some editors begin a file with a mark; other separators than newlines belong to a prompt.
+    lines = text.removeprefix("\ufeff").split("\n")
+    prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise BadInput(f"--prompts {file}: no prompt in it")
     return prompts

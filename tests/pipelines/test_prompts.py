@@ -14,6 +14,22 @@ def test_a_file_holds_one_prompt_a_line(tmp_path: Path) -> None:
     assert read_prompts([], str(file)) == ["a red circle", "größer"]
 
 
+def test_a_mark_at_the_beginning_is_no_part_of_a_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a red circle\r\ntwo\r\n", encoding="utf-8-sig")
+    assert read_prompts([], str(file)) == ["a red circle", "two"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffone\n"))
+    assert read_prompts([], "-") == ["one"]
+
+
+def test_only_newlines_part_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a red\u2028circle\x0band more\ntwo\n", encoding="utf-8")
+    assert read_prompts([], str(file)) == ["a red\u2028circle\x0band more", "two"]
+
+
 def test_a_dash_is_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
     assert read_prompts([], "-") == ["one", "two"]
