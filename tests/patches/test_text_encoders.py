@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -208,3 +207,20 @@ def test_a_picture_to_edit_is_followed(encoders: MakeBoth) -> None:
     ]
     assert not any(torch.equal(x[0], y[0]) for x, y in itertools.pairwise(seen))
     assert both.counts() == (1, 2, 1)
+
+
+@pytest.mark.xfail(
+    raises=TypeError,
+    strict=True,
+    reason="any recording leaves torch.Tensor a sequence to C, and torch.tensor([a number on the "
+    "device]) asks for its length: the stand-in for __getitem__ in accel/record.py",
+)
+def test_a_picture_whose_tokens_are_marked_runs_eagerly(encoders: MakeBoth) -> None:
+    """The model then keeps where its pictures are, anew in every call."""
+    both = encoders("qwen25_vl")
+    for seed in range(4):
+        call = with_pictures(seed)
+        marks = (call["input_ids"] == IMAGE).int()
+        both.called((), {**call, "mm_token_type_ids": marks, "output_hidden_states": True})
+    assert both.counts() == (0, 0, 4)
+    assert both.report.declined is not None
