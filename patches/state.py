@@ -14,6 +14,7 @@ import operator
 import sys
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -40,8 +41,9 @@ _FACTS = ("the identity", "the class", "the forward", "the training flag", "the 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _COMMON = frozenset((bool, int, str, type(None)))
-_BOXES = (list, dict, set, tuple)
-_DEPTH = 4
+_BOXES = (list, dict, set, tuple, deque, bytearray)
+_KEPT_BOXES = (list, dict, set, deque)
+_DEPTH = 8
 _HELPER_DEPTH = 3
 _SMALL_ARRAY = 4096
 _MOVING_HOOKS = {
@@ -208,7 +210,7 @@ class _Watch:
         self._registries = [r for d in owns if (r := d.get(_REGISTRY)) is not None]
         found = [item for _, own in self._owns for item in own.items()]
         self._boxes = [x for name, x in found if _is_box(x) and name not in _OF_TORCH]
-        own = [d[k] for d in _of_others(modules) for k in _TENSORS_AND_LAYERS]
+        own = [m.__dict__[k] for m in modules for k in _TENSORS_AND_LAYERS]
         self._insides = [(box, copy.copy(box)) for box in (*own, *_containers(self._boxes))]
         # Settings of torch's layers: a convolution's padding mode, a norm's epsilon.
         items = [(own, name, x) for own in self._torchs for name, x in list(own.items())]
@@ -253,7 +255,11 @@ class _Watch:
                 if _patches_in(box) != _patches_in(before):  # patched or unpatched meanwhile
                     before = _plain(before) | _patches_in(box)
                 box.clear()
-                (box.extend if isinstance(box, list) else box.update)(before)
+                (box.extend if isinstance(box, (list, deque)) else box.update)(before)
+        for layer, name, setting in zip(*self._settings, strict=True):
+            now = layer.get(name)
+            if now is not setting and not isinstance(now or setting, PatchedMethod):
+                layer[name] = setting
 
 
 class _Weights:
@@ -286,7 +292,7 @@ def _containers(boxes: Iterable[Any], depth: int = _DEPTH) -> list[Any]:
     found: dict[int, Any] = {}
     level = list(boxes)
     for _ in range(depth):
-        news = {id(x): x for x in level if isinstance(x, (list, dict, set)) and id(x) not in found}
+        news = {id(x): x for x in level if isinstance(x, _KEPT_BOXES) and id(x) not in found}
         found |= news
         inside = (x.values() if isinstance(x, dict) else x for x in news.values())
         level = list(itertools.chain.from_iterable(inside))
@@ -306,8 +312,10 @@ def _value(x: Any, depth: int, kept: list[Any]) -> Any:
         return x.hex()
     if isinstance(x, _PLAIN):
         return x
-    if depth and isinstance(x, (list, tuple)):
-        return tuple(_value(item, depth - 1, kept) for item in x)
+    if depth and isinstance(x, (list, tuple, deque)):
+        return tuple(_value(item, depth - 1, kept) for item in list(x))
+    if isinstance(x, bytearray):
+        return bytes(x)
     if depth and isinstance(x, dict):
         return tuple((key, _value(item, depth - 1, kept)) for key, item in list(x.items()))
     if depth and isinstance(x, (set, frozenset)):
@@ -333,13 +341,22 @@ def _helpers(attributes: list[dict[str, Any]]) -> list[Any]:
         news = {
             id(x): x
             for own in level
-            for value in list(own.values())
-            for x in (value if type(value) in (list, tuple) else (value,))
+            for name, value in list(own.items())
+            if name not in _OF_TORCH
+            for x in _inside(value)
             if _is_helper(x) and id(x) not in found
         }
         found |= news
         level = [vars(x) for x in news.values()]
     return list(found.values())
+
+
+def _inside(x: Any, depth: int = _HELPER_DEPTH) -> Iterable[Any]:
+    """What is in a container and in those in it; anything else is in itself."""
+    if type(x) not in (list, tuple, dict, deque) or not depth:
+        return (x,)
+    items = list(x.values() if type(x) is dict else x)
+    return itertools.chain.from_iterable(_inside(item, depth - 1) for item in items)
 
 
 def _is_helper(x: Any) -> bool:
