@@ -104,5 +104,7 @@ def own_logits(model: Any, prompts: Prompts) -> torch.Tensor:
         rows = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
         mask = torch.tensor(rows, device=model.device)
         more = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-    logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=1, **more).logits
+    # Not 1: of a slice, bf16 products on some processors copy the head's weights, for seconds.
+    last = torch.tensor([longest - 1], device=model.device)
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=last, **more).logits
     return logits[:, -1]
