@@ -31,6 +31,27 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "output_router_logits": (False,),
 }
 _call = threading.local()
+_ELSEWHERE = (
+    f"{NAME} attends inside a prefill runner's call only: another thread is running a "
+    "runner on this model just now"
+)
+
+
+class _OfThisThread(str):
+    """An attention function's name, which no other thread can look up: it would build the mask of
+    this function, or none, and may find the model's own back in place when it comes to attend."""
+
+    _thread: int
+
+    def __new__(cls, name: str) -> _OfThisThread:
+        new = super().__new__(cls, name)
+        new._thread = threading.get_ident()
+        return new
+
+    def __hash__(self) -> int:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(_ELSEWHERE)
+        return super().__hash__()
 
 
 def accel_prefill(
@@ -54,10 +75,7 @@ def accel_prefill(
     """
     attend: Attend | None = getattr(_call, "attend", None)
     if attend is None:
-        raise RuntimeError(
-            f"{NAME} attends inside a prefill runner's call only: another thread is running a "
-            "runner on this model just now"
-        )
+        raise RuntimeError(_ELSEWHERE)
     _refuse_more_than_causal(module, attention_mask, dropout)
     _refuse_unknown(others)
     _refuse_unpacked(query, key, value)
@@ -130,9 +148,10 @@ def implementation(decoder: nn.Module, name: str) -> Iterator[None]:
     ]
     if not before:
         raise Unsupported("the model has no config that names its attention function")
+    mine = _OfThisThread(name)
     try:
         for config, _ in before:
-            config._attn_implementation = name
+            config._attn_implementation = mine
         if any(config._attn_implementation != name for config, _ in before):
             raise Unsupported(f"the model does not take the attention function {name!r}")
         yield

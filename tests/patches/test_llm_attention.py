@@ -92,6 +92,34 @@ def test_another_thread_gets_an_error_and_no_wrong_result() -> None:
     assert len(errors) == 1 and "another thread" in errors[0]
 
 
+def test_another_threads_mask_is_never_that_of_a_runners_call() -> None:
+    """Its forward begins while the name is set, and attends after it was taken back."""
+    model, errors, taken_back = tiny_lm("llama"), list[str](), threading.Event()
+    ids, mask = torch.tensor([[0, 5, 6], [7, 8, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    begun = threading.Event()
+
+    def wait(*_: Any) -> None:
+        begun.set()
+        taken_back.wait(20)
+
+    def elsewhere() -> None:
+        try:
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
+        except RuntimeError as error:
+            errors.append(str(error))
+        begun.set()
+
+    hook = model.get_decoder().layers[0].register_forward_pre_hook(wait)
+    worker = threading.Thread(target=elsewhere)
+    with attending(model.get_decoder(), lambda *_: Q):
+        worker.start()
+        assert begun.wait(20)
+    taken_back.set()
+    worker.join()
+    hook.remove()
+    assert len(errors) == 1 and "another thread" in errors[0]
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_no_mask_is_built_and_the_name_is_taken_back(family: str) -> None:
     model = tiny_lm(family)
