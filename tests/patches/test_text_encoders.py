@@ -94,7 +94,7 @@ def test_fresh_prompts_are_replayed(name: str, mask: str, encoders: MakeBoth) ->
     args, kwargs = both.encoder.call(ids_of(4), make(4, 2, 11))
     if name in WITH_CACHE:  # without one, transformers also looks for packed prompts
         kwargs["use_cache"] = False
-    with HostReads() as reads:
+    with HostReads() as reads:  # type: ignore[no-untyped-call]
         both.output(both.plain, both.eager_on, args, kwargs)
     assert len(graph.breaks) == reads.count, "the recording built another mask than the plain one"
     assert all("masking_utils.py" in b.where and b.guarded for b in graph.breaks), graph.breaks
