@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -25,8 +26,17 @@ def unheard(what: str) -> None:
 
 
 def print_json(content: Any) -> None:
-    """Writes `content` as one JSON document to stdout."""
-    print(json.dumps(content, indent=2, default=str))
+    """Writes `content` as one JSON document to stdout. JSON has no word for NaN and the infinities:
+    they are null."""
+    print(json.dumps(_finite(content), indent=2, default=str, allow_nan=False))
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, dict):
+        return {name: _finite(x) for name, x in content.items()}
+    return [_finite(x) for x in content] if isinstance(content, (list, tuple)) else content
 
 
 def note(text: str) -> None:
