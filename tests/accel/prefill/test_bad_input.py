@@ -103,11 +103,13 @@ def test_a_plan_that_does_not_fit(sim: torch.device, make: Make) -> None:
 
     runner = make(TinyModel(sim), max_tokens=8192)
     backend = SimulatedBackend()
-    backend.set_total_memory(backend.reserved_bytes(sim))
+    weights = torch.empty(16 << 20, dtype=torch.uint8, device=sim)  # memory is scarce, not gone
+    backend.set_total_memory(backend.reserved_bytes(sim) + (2 << 20))
     with pytest.raises(
         ValueError, match=r"capturing to max_tokens=8192 takes about .* lower max_t"
     ):
         runner.capture()
+    del weights
 
 
 def test_no_plan_where_nothing_is_captured(tiny: TinyModel, make: Make) -> None:
