@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,9 @@ from accel.backend import backend_for
 
 _wreckage: list[Any] = []
 """Segments whose recording ended in a device error: their destructor can abort the process."""
+
+_idle_streams: defaultdict[torch.device, list[Any]] = defaultdict(list)
+"""Streams of pools that are gone: libraries keep scratch memory for each they ever ran on."""
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 _watched: set[str] = set()
@@ -32,9 +36,9 @@ class Pool:
     destroying one can take a workspace away from the others. An anchor, an empty recording, keeps
     the pool's id alive while no graph does. `memory_limit` is in bytes. `tenants` say
     whether they have graphs in it, `has_graphs`; when a new generation begins `forget_graphs` is
-    called. `unrecordable` are ops that a recording
-    failed on: from the next one on they are breaks. `may_cut` is off once a recording in several
-    segments failed: work forked to another stream cannot be cut in two.
+    called. `unrecordable` are ops that a recording failed on: from the next one on they are breaks.
+    `may_cut` is off once a recording in several segments failed: work forked to another stream
+    cannot be cut in two.
 
     >>> pool = Pool(device)
     >>> pool.bytes()
@@ -48,7 +52,8 @@ class Pool:
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         self.backend = backend
         self.lock = threading.RLock()
-        self.stream = backend.new_stream(self.device)
+        self.stream = _take_stream(self.device)
+        weakref.finalize(self, _idle_streams[self.device].append, self.stream)
         self.limit = memory_limit
         self.generation = -1
         self.tenants: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -172,6 +177,14 @@ class Pool:
         if self.limit is None:
             free, _ = self.backend.memory(self.device)
             self.limit = (free + self.backend.reclaimable_bytes(self.device)) // 2
+
+
+def _take_stream(device: torch.device) -> Any:
+    backend, idle = backend_for(device), _idle_streams[device]
+    assert backend is not None
+    with contextlib.suppress(IndexError):
+        return idle.pop()
+    return backend.new_stream(device)
 
 
 def _memory_is_short(*figures: Any) -> None:

@@ -20,6 +20,7 @@ from torch import Tag
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.graph import ARGUMENT, OURS, Recording, Refused, current_recording
+from accel.item_slots import empty_slots, known
 from accel.signature import leaves, map_tree
 
 aten = torch.ops.aten
@@ -297,6 +298,7 @@ def _hide_from_compiler(handler: Any) -> None:
 
 _hide_from_compiler(OpRecorder.__torch_dispatch__)
 _alone = threading.RLock()
+_SLOTS_ARE_KNOWN = known()
 
 
 @contextlib.contextmanager
@@ -309,8 +311,11 @@ def _visible_host_data() -> Iterator[None]:
     `x.shape`: 2 µs an access.)
     """
     with _alone, contextlib.ExitStack() as stack:
+        empty = empty_slots(torch.Tensor) if _SLOTS_ARE_KNOWN else []
         for owner, name, stand_in in _STAND_INS:
             stack.enter_context(mock.patch.object(owner, name, stand_in))
+        for slot in empty:
+            slot.value = None
         yield
 
 
@@ -321,7 +326,10 @@ def _from_data(original: Any) -> Any:
     def build(data: Any, *args: Any, **kwargs: Any) -> Any:
         recording, device = current_recording(), kwargs.get("device")
         device = torch.get_default_device() if device is None else torch.device(device)
-        if recording is None or device.type == "cpu" or isinstance(data, torch.Tensor):
+        if recording is None or isinstance(data, torch.Tensor):
+            return original(data, *args, **kwargs)
+        data = map_tree(_on_host, data)
+        if device.type == "cpu":
             return original(data, *args, **kwargs)
         host = original(data, *args, **{**kwargs, "device": "cpu"})
         if isinstance(data, (list, tuple, int, float, complex)):
@@ -329,6 +337,11 @@ def _from_data(original: Any) -> Any:
         return host.to(device)
 
     return build
+
+
+def _on_host(x: Any) -> Any:
+    """Numbers on the device among data: torch would read them where no mode sees it."""
+    return x.cpu() if isinstance(x, torch.Tensor) and not x.is_cpu else x
 
 
 def _new_tensor(self: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
@@ -371,6 +384,9 @@ _STAND_INS: list[tuple[Any, str, Any]] = [
     (torch, "asarray", _from_data(torch.asarray)),
     (torch.Tensor, "new_tensor", _new_tensor),
     (torch.Tensor, "__repr__", _text),
-    (torch.Tensor, "__getitem__", _indexed(torch._C.TensorBase.__getitem__)),
-    (torch.Tensor, "__setitem__", _indexed(torch._C.TensorBase.__setitem__)),
 ]
+if _SLOTS_ARE_KNOWN:  # else a forward that indexes with a list of numbers is eager
+    _STAND_INS += [
+        (torch.Tensor, "__getitem__", _indexed(torch._C.TensorBase.__getitem__)),
+        (torch.Tensor, "__setitem__", _indexed(torch._C.TensorBase.__setitem__)),
+    ]

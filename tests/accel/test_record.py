@@ -292,3 +292,26 @@ def forks(x: Tensor) -> Tensor:
     y = seven_ops(x)
     backend.wait_stream(here, side)
     return z * y
+
+
+def test_tensors_are_no_sequences_while_one_records_nor_after(x: Tensor) -> None:
+    """To C: `torch.tensor` would ask a number for its length."""
+    number = torch.tensor(3)
+
+    def forward(x: Tensor) -> Tensor:
+        return x + torch.tensor([number, number, number], device=x.device) + x[[0, 1]]
+
+    graph, y = record(forward, x)
+    assert_same(y, x + 3 + x)
+    assert torch.tensor([number]).tolist() == [3]
+
+
+def test_numbers_on_the_device_among_data_are_read_under_guard(x: Tensor) -> None:
+    graph, y = record(lambda x: x * torch.tensor([x[0, 1], 2.0, 3.0], device=x.device), x)
+    assert any(b.guarded for b in graph.breaks)
+    expected = y.clone()
+    graph.replay()
+    assert_same(y, expected)
+    x[0, 1] = 7.0
+    with pytest.raises(GuardMiss):
+        graph.replay()

@@ -17,6 +17,7 @@ ENGINE = [
     "backend",
     "record",
     "recorded",
+    "item_slots",
     "signature",
     "runner",
     "guard",

@@ -235,12 +235,6 @@ def test_a_picture_to_edit_is_followed(encoders: MakeBoth) -> None:
     assert both.counts() == (1, 2, 1)
 
 
-@pytest.mark.xfail(
-    raises=TypeError,
-    strict=True,
-    reason="any recording leaves torch.Tensor a sequence to C, and torch.tensor([a number on the "
-    "device]) asks for its length: the stand-in for __getitem__ in accel/record.py",
-)
 def test_a_picture_whose_tokens_are_marked_runs_eagerly(encoders: MakeBoth) -> None:
     """The model then keeps where its pictures are, anew in every call."""
     both = encoders("qwen25_vl")

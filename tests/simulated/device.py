@@ -27,6 +27,9 @@ WORKSPACE_BYTES = 4096
 SCRIBBLE = 0xA5
 
 
+_streams: WeakSet[Stream] = WeakSet()
+
+
 class Stream:
     """An in-order queue of work. `time` is when its last operation ends."""
 
@@ -36,6 +39,7 @@ class Stream:
         self.device = device
         self.stream_id = next(self._ids)
         self.time = 0.0
+        _streams.add(self)
         self.segment: SimulatedSegment | None = None
 
     def __repr__(self) -> str:
@@ -87,7 +91,8 @@ class Device:
         self.aborts = 0
         self.generator.manual_seed(0)
         self.hiding.clear()
-        self.default_stream.time = 0.0
+        for stream in list(_streams):
+            stream.time, stream.segment = 0.0, None
         self._here.stream = None
 
     def current_stream(self) -> Stream:
