@@ -301,7 +301,7 @@ def test_tensors_are_no_sequences_while_one_records_nor_after(x: Tensor) -> None
     def forward(x: Tensor) -> Tensor:
         return x + torch.tensor([number, number, number], device=x.device) + x[[0, 1]]
 
-    graph, y = record(forward, x)
+    _, y = record(forward, x)
     assert_same(y, x + 3 + x)
     assert torch.tensor([number]).tolist() == [3]
 
