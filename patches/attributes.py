@@ -1,0 +1,156 @@
+"""What modules and the objects among their attributes are made of, read as values to compare.
+
+Plain values and containers by value, all else by identity. Knows how deep to look and which
+attributes are torch's own; what follows from a difference it does not (state.py, watch.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.patches.forward import PatchedMethod
+
+OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+REGISTRY = "_diffusers_hook"
+"""Where diffusers keeps a module's hooks. An empty one, left by a pipeline, is as good as none."""
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+_COMMON = frozenset((bool, int, str, type(None)))
+_BOXES = (list, dict, set, tuple, deque, bytearray)
+DEPTH = 8
+"""How deep containers among attributes are looked into."""
+_HELPER_DEPTH = 3
+_SMALL_ARRAY = 4096
+
+
+def state_of(module: nn.Module, kept: list[Any]) -> tuple[Any, ...]:
+    """A module's own state, its children's left out: identity, class, forward, training flag,
+    hooks, attributes. What it names by identity is put into `kept`: as long as it lives, nothing
+    new can pass for it.
+
+    >>> dropout = nn.Dropout(0.5)
+    >>> before = state_of(dropout, [])
+    >>> dropout.p = 0.25
+    >>> state_of(dropout, []) == before
+    False
+    """
+    attributes = module.__dict__
+    hooks = [hook for name in HOOKS for hook in list(attributes.get(name, {}).values())]
+    kept.extend(hooks)
+    depth = 1 if type(module).__module__.startswith("torch.") else DEPTH
+    names = [name for name in list(attributes) if name not in OF_TORCH and name != REGISTRY]
+    own = tuple((name, value_of(attributes.get(name), depth, kept)) for name in names)
+    own += ((REGISTRY, hooks_of_registry(attributes.get(REGISTRY), kept) or ()),)
+    kind = type(module)
+    return id(module), kind, kind.forward, attributes.get("training"), tuple(map(id, hooks)), own
+
+
+def of_others(modules: list[nn.Module]) -> list[dict[str, Any]]:
+    """The attributes of the modules that are not torch's own."""
+    return [m.__dict__ for m in modules if not type(m).__module__.startswith("torch.")]
+
+
+def is_box(x: Any) -> bool:
+    """Whether `x` can change and stay the same object."""
+    return isinstance(x, (*_BOXES, torch.Tensor)) or type(x).__name__ == "ndarray"
+
+
+def value_of(x: Any, depth: int, kept: list[Any]) -> Any:
+    """Plain values and containers by value, all else by identity (and `kept`)."""
+    if type(x) in _COMMON:
+        return x
+    if isinstance(x, float):  # not 2 for 2.0, which gives another dtype, nor 0 for -0
+        return x.hex()
+    if isinstance(x, _PLAIN):
+        return x
+    if depth and isinstance(x, (list, tuple, deque)):
+        return tuple(value_of(item, depth - 1, kept) for item in list(x))
+    if isinstance(x, bytearray):
+        return bytes(x)
+    if depth and isinstance(x, dict):
+        return tuple((key, value_of(item, depth - 1, kept)) for key, item in list(x.items()))
+    if depth and isinstance(x, (set, frozenset)):
+        return frozenset(value_of(item, 0, kept) for item in list(x))
+    if (hooks := hooks_of_registry(x, kept)) is not None:
+        return hooks
+    kept.append(x)
+    if isinstance(x, torch.Tensor):  # what lies on the host, Python may have read
+        own = id(x), x._version if x.is_cpu and not x.is_inference() else 0
+        # Others (quantized tables) carry tensors and settings of their own.
+        return own if type(x) in _PLAIN_TENSORS else (own, value_of(vars(x), depth, kept))
+    if type(x).__name__ == "ndarray" and x.nbytes <= _SMALL_ARRAY:
+        return id(x), x.tobytes()
+    return id(x)
+
+
+def helpers(attributes: list[dict[str, Any]]) -> list[Any]:
+    """Objects among attributes that are no modules but carry settings (attention processors,
+    configurations, controllers), each once, and those that they have in turn."""
+    found: dict[int, Any] = {}
+    level = attributes
+    for _ in range(_HELPER_DEPTH):
+        news = {
+            id(x): x
+            for own in level
+            for name, value in list(own.items())
+            if name not in OF_TORCH
+            for x in _inside(value)
+            if _is_helper(x) and id(x) not in found
+        }
+        found |= news
+        level = [vars(x) for x in news.values()]
+    return list(found.values())
+
+
+def _inside(x: Any, depth: int = _HELPER_DEPTH) -> Iterable[Any]:
+    """What is in a container and in those in it; anything else is in itself."""
+    if type(x) not in (list, tuple, dict, deque) or not depth:
+        return (x,)
+    items = list(x.values() if type(x) is dict else x)
+    return itertools.chain.from_iterable(_inside(item, depth - 1) for item in items)
+
+
+def _is_helper(x: Any) -> bool:
+    kind = type(x)
+    if kind not in _helper_kinds:
+        whole = (
+            torch.Tensor,
+            nn.Module,
+            type,
+            types.ModuleType,
+            types.FunctionType,
+            functools.partial,
+        )
+        _helper_kinds[kind] = (
+            isinstance(getattr(x, "__dict__", None), dict)
+            and not isinstance(x, (*whole, types.MethodType, PatchedMethod))
+            and kind.__name__ != "HookRegistry"
+        )
+    return _helper_kinds[kind]
+
+
+_helper_kinds: dict[type, bool] = {}
+
+
+def hooks_of_registry(x: Any, kept: list[Any]) -> tuple[Any, ...] | None:
+    """The hooks in a diffusers registry. An empty one, which `cache_context` leaves behind, is as
+    good as none."""
+    hooks = getattr(x, "hooks", None)
+    if type(x).__name__ != "HookRegistry" or not isinstance(hooks, dict):
+        return None
+    kept.extend(hooks.values())
+    return tuple((name, id(hook)) for name, hook in list(hooks.items()))
