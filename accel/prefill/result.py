@@ -19,6 +19,8 @@ class Handle:
 
     def __init__(self, cache: KVCache, ids: Sequence[int], pages: Sequence[int]) -> None:
         self.cache, self.ids, self.pages = cache, tuple(ids), tuple(pages)
+        self.made_of: object = None
+        """The weights and the state of the model that computed them."""
         self._asked_for = False
         """Whether anyone has it but the result. Else its pages may go to a later call."""
         self._lock = threading.Lock()

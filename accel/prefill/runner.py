@@ -95,12 +95,25 @@ class PrefillRunner:
         prompt. Raises ValueError for prompts that cannot be run, in one line."""
         with self._alone():
             opened = open_prompts(self._model, prompts, prefix, self._cache)
+            made_of = self._made_of() if self._cache else None
+            if any(prompt.prefix and prompt.prefix.made_of != made_of for prompt in opened.prompts):
+                raise ValueError("a prefix was cached before the model changed: run it again")
             hidden = self._hidden(opened)
+            for handle in opened.handles:
+                handle.made_of = made_of
             last = torch.stack([states[-1] for states in hidden])
             layers = len(self._body.groups) if self._body else 0
             self.report.calls += 1
             hand_over = self._model.generate_kwargs
             return Result(self._model.head(last), hidden, opened.handles, hand_over, layers)
+
+    def _made_of(self) -> object:
+        """What keys and values follow from: weights, told by where they lie and how often they were
+        written, and the model's state."""
+        module = self._model.module
+        weights = (*module.parameters(), *module.buffers())
+        seen = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in weights]
+        return seen, self._model.state()
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """The log-probability of every token but the first, given those before it: float32 on the
