@@ -8,7 +8,12 @@ CPython keeps that slot, and makes sure of it before it writes anything.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 _SEQUENCE_METHODS = object.__basicsize__ + 11 * _POINTER
@@ -22,6 +27,7 @@ def _slot(kind: type) -> ctypes.c_void_p | None:
     return ctypes.c_void_p.from_address(table + _ITEM) if table else None
 
 
+@functools.cache
 def known() -> bool:
     """Whether the slots are where we think: lists and strings fill theirs, sets and dicts do not.
 
@@ -33,24 +39,34 @@ def known() -> bool:
     return filled == {list, str} and None not in slots.values()
 
 
-def empty_slots(kind: type) -> list[ctypes.c_void_p]:
-    """The slots of `kind` and its subclasses that are empty: to be emptied again (`value = None`)
-    once a `__getitem__` is set, which works all the same. Then taking it away leaves them so.
+@contextlib.contextmanager
+def patched(kind: type, **methods: Any) -> Iterator[None]:
+    """Sets methods on `kind`, for the length of the context; to be used where slots are `known`.
+    Slots of `kind` and its subclasses
+    that are empty stay empty: methods for items work all the same.
 
     >>> class Plain:
     ...     pass
-    >>> (slot,) = empty_slots(Plain)
-    >>> Plain.__getitem__ = lambda self, index: index
-    >>> slot.value is None
-    False
-    >>> slot.value = None
-    >>> Plain()[3]
-    3
-    >>> del Plain.__getitem__
-    >>> slot.value is None
+    >>> with patched(Plain, __getitem__=lambda self, index: index):
+    ...     Plain()[3], _slot(Plain).value
+    (3, None)
+    >>> _slot(Plain).value is None
     True
     """
     kinds = [kind]
     for one in kinds:
         kinds.extend(type.__subclasses__(one))
-    return [slot for slot in map(_slot, kinds) if slot is not None and slot.value is None]
+    empty = [slot for slot in map(_slot, kinds) if slot is not None and slot.value is None]
+    try:
+        with contextlib.ExitStack() as stack:
+            for name, method in methods.items():
+                stack.enter_context(mock.patch.object(kind, name, method, create=True))
+            _clear(empty)
+            yield
+    finally:
+        _clear(empty)
+
+
+def _clear(slots: list[ctypes.c_void_p]) -> None:
+    for slot in slots:
+        slot.value = None

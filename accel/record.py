@@ -20,7 +20,7 @@ from torch import Tag
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.graph import ARGUMENT, OURS, Recording, Refused, current_recording
-from accel.item_slots import empty_slots, known
+from accel.item_slots import known, patched
 from accel.signature import leaves, map_tree
 
 aten = torch.ops.aten
@@ -298,7 +298,6 @@ def _hide_from_compiler(handler: Any) -> None:
 
 _hide_from_compiler(OpRecorder.__torch_dispatch__)
 _alone = threading.RLock()
-_SLOTS_ARE_KNOWN = known()
 
 
 @contextlib.contextmanager
@@ -311,11 +310,10 @@ def _visible_host_data() -> Iterator[None]:
     `x.shape`: 2 µs an access.)
     """
     with _alone, contextlib.ExitStack() as stack:
-        empty = empty_slots(torch.Tensor) if _SLOTS_ARE_KNOWN else []
         for owner, name, stand_in in _STAND_INS:
             stack.enter_context(mock.patch.object(owner, name, stand_in))
-        for slot in empty:
-            slot.value = None
+        if known():  # else a forward that indexes with a list of numbers is eager
+            stack.enter_context(patched(torch.Tensor, **_INDEXING_STAND_INS))
         yield
 
 
@@ -385,8 +383,7 @@ _STAND_INS: list[tuple[Any, str, Any]] = [
     (torch.Tensor, "new_tensor", _new_tensor),
     (torch.Tensor, "__repr__", _text),
 ]
-if _SLOTS_ARE_KNOWN:  # else a forward that indexes with a list of numbers is eager
-    _STAND_INS += [
-        (torch.Tensor, "__getitem__", _indexed(torch._C.TensorBase.__getitem__)),
-        (torch.Tensor, "__setitem__", _indexed(torch._C.TensorBase.__setitem__)),
-    ]
+_INDEXING_STAND_INS = {
+    "__getitem__": _indexed(torch._C.TensorBase.__getitem__),
+    "__setitem__": _indexed(torch._C.TensorBase.__setitem__),
+}

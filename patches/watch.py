@@ -59,8 +59,7 @@ class Watch:
         self._registries = [r for d in owns if (r := d.get(REGISTRY)) is not None]
         found = [item for _, own in self._owns for item in own.items()]
         self._boxes = [x for name, x in found if is_box(x) and name not in OF_TORCH]
-        own = [m.__dict__[k] for m in modules for k in _TENSORS_AND_LAYERS]
-        self._insides = [(box, copy.copy(box)) for box in (*own, *_containers(self._boxes))]
+        self._insides = [(box, copy.copy(box)) for box in _containers(self._boxes)]
         # Settings of torch's layers: a convolution's padding mode, a norm's epsilon.
         items = [(own, name, x) for own in self._torchs for name, x in list(own.items())]
         settings = [item for item in items if item[1] not in OF_TORCH]
@@ -100,11 +99,7 @@ class Watch:
         """Makes attributes, and containers in them, what they were: a call that did not count has
         changed them, and is going to be made again."""
         for box, before in [*self._owns, *self._insides]:
-            if identities(box) != identities(before):
-                if _patches_in(box) != _patches_in(before):  # patched or unpatched meanwhile
-                    before = _plain(before) | _patches_in(box)
-                box.clear()
-                (box.extend if isinstance(box, (list, deque)) else box.update)(before)
+            _fill_again(box, before)
         for layer, name, setting in zip(*self._settings, strict=True):
             now = layer.get(name)
             if now is not setting and not isinstance(now or setting, PatchedMethod):
@@ -112,7 +107,8 @@ class Watch:
 
 
 class Weights:
-    """Where weights lie and what hangs on them (a quantizer's scales, until the first call).
+    """Weights and layers, where weights lie and what hangs on them (a quantizer's scales, until the
+    first call). It keeps them all alive: to be held for one recording only.
 
     >>> layer = nn.Linear(2, 2)
     >>> weights = Weights([layer])
@@ -123,17 +119,30 @@ class Weights:
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
+        boxes = [m.__dict__[k] for m in modules for k in _TENSORS_AND_LAYERS]
+        self._boxes = [(box, copy.copy(box)) for box in boxes]
         found = [x for m in modules for x in (*m._parameters.values(), *m._buffers.values())]
         self._weights = [(x, x.data, dict(vars(x))) for x in found if x is not None]
 
     def put_back(self) -> None:
         """Makes all of it what it was."""
+        for box, before in self._boxes:
+            _fill_again(box, before)
         for weight, data, own in self._weights:
             if identities(vars(weight)) != identities(own):
                 vars(weight).clear()
                 vars(weight).update(own)
             if weight.data_ptr() != data.data_ptr():
                 weight.data = data
+
+
+def _fill_again(box: Any, before: Any) -> None:
+    """Puts into a container what was in it."""
+    if identities(box) != identities(before):
+        if _patches_in(box) != _patches_in(before):  # patched or unpatched meanwhile
+            before = _plain(before) | _patches_in(box)
+        box.clear()
+        (box.extend if isinstance(box, (list, deque)) else box.update)(before)
 
 
 def _patches_in(box: Any) -> dict[str, Any]:

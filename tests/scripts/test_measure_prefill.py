@@ -6,7 +6,7 @@ import doctest
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,6 +231,14 @@ def test_memory_is_read_without_graphs_and_for_every_ceiling(sim: torch.device) 
 def test_a_chunk_in_too_many_prompts_is_refused() -> None:
     with pytest.raises(ValueError, match=r"1024.*16 requests, --max-requests=4"):
         memory.batches(1024, 64, 4)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    """The compiler remembers, from other tests too, what it met with other sizes."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def compiler_of(seen: list[Any]) -> Callable[..., Any]:
