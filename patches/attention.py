@@ -37,13 +37,13 @@ _ELSEWHERE = (
 )
 
 
-class _OfThisThread(str):
+class OfThisThread(str):
     """An attention function's name, which no other thread can look up: it would build the mask of
     this function, or none, and may find the model's own back in place when it comes to attend."""
 
     _thread: int
 
-    def __new__(cls, name: str) -> _OfThisThread:
+    def __new__(cls, name: str) -> OfThisThread:
         new = super().__new__(cls, name)
         new._thread = threading.get_ident()
         return new
@@ -130,7 +130,7 @@ def attending(decoder: nn.Module, attend: Attend) -> Iterator[None]:
     register()
     outer, _call.attend = getattr(_call, "attend", None), attend
     try:
-        with implementation(decoder, NAME):
+        with implementation(decoder, OfThisThread(NAME)):
             yield
     finally:
         _call.attend = outer
@@ -148,10 +148,9 @@ def implementation(decoder: nn.Module, name: str) -> Iterator[None]:
     ]
     if not before:
         raise Unsupported("the model has no config that names its attention function")
-    mine = _OfThisThread(name)
     try:
         for config, _ in before:
-            config._attn_implementation = mine
+            config._attn_implementation = name
         if any(config._attn_implementation != name for config, _ in before):
             raise Unsupported(f"the model does not take the attention function {name!r}")
         yield

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from accel.graph import as_break
-from accel.patches.attention import attending, implementation
+from accel.patches.attention import OfThisThread, attending, implementation
 from accel.patches.state import StateProbe
 from accel.prefill.attention import AttentionGroup
 from accel.prefill.model import Attend
@@ -117,7 +117,7 @@ class TransformersModel:
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
         """As `PrefillModel.masked_body`: a 4-D mask is taken as it is."""
-        with self._lock, implementation(self._decoder, "sdpa"):
+        with self._lock, implementation(self._decoder, OfThisThread("sdpa")):
             return self._hidden(input_ids=ids, position_ids=positions, attention_mask=mask)
 
     def own(self, ids: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,8 @@ class TransformersModel:
         word; then the attention written out in the model's file is its own."""
         config = self._decoder.config
         silent = self._capped and config._attn_implementation == "sdpa"
-        written_out = implementation(self._decoder, "eager") if silent else contextlib.nullcontext()
+        name = OfThisThread("eager")
+        written_out = implementation(self._decoder, name) if silent else contextlib.nullcontext()
         with self._lock, written_out:
             return self._hidden(input_ids=ids[None])[0]
 
