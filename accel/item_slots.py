@@ -42,8 +42,7 @@ def known() -> bool:
 @contextlib.contextmanager
 def patched(kind: type, **methods: Any) -> Iterator[None]:
     """Sets methods on `kind`, for the length of the context; to be used where slots are `known`.
-    Slots of `kind` and its subclasses
-    that are empty stay empty: methods for items work all the same.
+    Empty slots, those of subclasses too, stay empty: methods for items work all the same.
 
     >>> class Plain:
     ...     pass
