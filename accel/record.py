@@ -20,7 +20,7 @@ from torch import Tag
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.graph import ARGUMENT, OURS, Recording, Refused, current_recording
-from accel.item_slots import known, patched
+from accel.item_slots import patched
 from accel.signature import leaves, map_tree
 
 aten = torch.ops.aten
@@ -312,8 +312,7 @@ def _visible_host_data() -> Iterator[None]:
     with _alone, contextlib.ExitStack() as stack:
         for owner, name, stand_in in _STAND_INS:
             stack.enter_context(mock.patch.object(owner, name, stand_in))
-        if known():  # else a forward that indexes with a list of numbers is eager
-            stack.enter_context(patched(torch.Tensor, **_INDEXING_STAND_INS))
+        stack.enter_context(patched(torch.Tensor, **_INDEXING_STAND_INS))
         yield
 
 

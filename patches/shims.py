@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.graph import current_recording
-from accel.item_slots import known, patched
+from accel.item_slots import patched
 from accel.patches import caches
 
 Forward = Callable[..., Any]
@@ -266,7 +266,7 @@ def _rows_by_choice() -> Iterator[None]:
         else:
             plain(self, index, value)
 
-    with patched(torch.Tensor, __setitem__=assign) if known() else contextlib.nullcontext():
+    with patched(torch.Tensor, __setitem__=assign):
         yield
 
 
@@ -282,8 +282,7 @@ def _host_masks_as_positions() -> Iterator[None]:
     def assign(self: Tensor, index: Any, value: Any) -> None:
         plain_assign(self, _positions(self, index), value)
 
-    stand_ins = {"__getitem__": item, "__setitem__": assign}
-    with patched(torch.Tensor, **stand_ins) if known() else contextlib.nullcontext():
+    with patched(torch.Tensor, __getitem__=item, __setitem__=assign):
         yield
 
 

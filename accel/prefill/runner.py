@@ -95,10 +95,13 @@ class PrefillRunner:
         prompt. Raises ValueError for prompts that cannot be run, in one line."""
         with self._alone():
             opened = open_prompts(self._model, prompts, prefix, self._cache)
-            made_of = self._made_of() if self._cache else None
-            if any(prompt.prefix and prompt.prefix.made_of != made_of for prompt in opened.prompts):
+            prefixes = [prompt.prefix for prompt in opened.prompts if prompt.prefix is not None]
+            made_of = self._made_of() if prefixes else None
+            if any(handle.made_of != made_of for handle in prefixes):
                 raise ValueError("a prefix was cached before the model changed: run it again")
             hidden = self._hidden(opened)
+            if opened.handles and made_of is None:
+                made_of = self._made_of()  # while the device works
             for handle in opened.handles:
                 handle.made_of = made_of
             last = torch.stack([states[-1] for states in hidden])
