@@ -9,6 +9,7 @@ CUDA itself.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import threading
 import time
@@ -47,16 +48,20 @@ class Segment:
         """Starts recording what the current stream is asked to do; nothing runs until `replay`.
 
         Torch ties the device's random generator to a recording, and no other thread may draw from
-        it until that ends: a spare is put in its place for the moment in which this happens.
+        it until that ends: a spare is put in its place for the moment in which this happens. Each
+        recording has a spare of its own: torch notes there which recordings it is tied to, and
+        does not expect that one begins while another thread throws one away.
         """
         device = torch.cuda.current_device()
-        generator = torch.cuda.default_generators[device]
-        state = generator.graphsafe_get_state()
-        generator.graphsafe_set_state(_spare_generator(threading.get_ident(), device))
-        try:
-            self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
-        finally:
-            generator.graphsafe_set_state(state)
+        generator, spare = torch.cuda.default_generators[device], torch.Generator(f"cuda:{device}")
+        spare.seed()  # should another thread draw just then, then not what others draw anyway
+        with _generator_in_place:
+            state = generator.graphsafe_get_state()
+            generator.graphsafe_set_state(spare)
+            try:
+                self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            finally:
+                generator.graphsafe_set_state(state)
 
     def end(self) -> None:
         """Closes the recording. Raises what the device reports if it could not record the work.
@@ -73,11 +78,9 @@ class Segment:
         self._graph.replay()
 
 
-@functools.lru_cache(maxsize=64)
-def _spare_generator(thread: int, device: int) -> torch.Generator:
-    spare = torch.Generator(f"cuda:{device}")
-    spare.seed()  # should another thread draw just then, then not what follows anyway
-    return spare
+_generator_in_place = threading.Lock()
+"""Held while a device's random generator is not its own: two threads that put theirs in its place
+would leave one behind, and whoever reads or sets its state would read or set a spare's."""
 
 
 class Backend:
@@ -123,8 +126,6 @@ class Backend:
     """Bytes that the allocator of a device holds, pools included."""
     empty_cache: Callable[[], None] = staticmethod(torch.cuda.empty_cache)
     """Gives the allocator's unused memory back to the device."""
-    rng_state: Callable[[torch.device], torch.Tensor] = staticmethod(torch.cuda.get_rng_state)
-    """The state of the default random generator of a device."""
 
     def record_event(self, stream: Any, timing: bool = False) -> Any:
         """An event at the end of what is queued on `stream`, able to tell time if asked."""
@@ -172,9 +173,15 @@ class Backend:
         """Bytes that the allocator holds and no tensor uses: what `empty_cache` could give back."""
         return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
+    def rng_state(self, device: torch.device) -> torch.Tensor:
+        """The state of the default random generator of a device."""
+        with _generator_in_place:
+            return torch.cuda.get_rng_state(device)
+
     def set_rng_state(self, device: torch.device, state: torch.Tensor) -> None:
         """Sets the state that `rng_state` gave."""
-        torch.cuda.set_rng_state(state, device)
+        with _generator_in_place:
+            torch.cuda.set_rng_state(state, device)
 
     def on_out_of_memory(self, call: Callable[..., None]) -> None:
         """Has `call` run whenever an allocation fails, in anyone's code, until the process ends."""
@@ -195,7 +202,23 @@ class Backend:
 
 @functools.cache
 def _scratch_pool(stream: int) -> torch.cuda.MemPool:
-    return torch.cuda.MemPool()
+    pool = torch.cuda.MemPool()
+    keep_for_ever(pool)
+    return pool
+
+
+def keep_for_ever(thing: object) -> None:
+    """Has `thing` outlive the process: destructors of what a failed recording leaves behind, and of
+    memory pools after one, can abort it, at its end too.
+
+    >>> import sys
+    >>> thing = object()
+    >>> before = sys.getrefcount(thing)
+    >>> keep_for_ever(thing)
+    >>> sys.getrefcount(thing) - before
+    1
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 _hiding = threading.local()

@@ -16,10 +16,7 @@ from typing import Any
 
 import torch
 
-from accel.backend import backend_for
-
-_wreckage: list[Any] = []
-"""Segments whose recording ended in a device error: their destructor can abort the process."""
+from accel.backend import backend_for, keep_for_ever
 
 _idle_streams: defaultdict[torch.device, list[Any]] = defaultdict(list)
 """Streams of pools that are gone: libraries keep scratch memory for each they ever ran on."""
@@ -52,8 +49,7 @@ class Pool:
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         self.backend = backend
         self.lock = threading.RLock()
-        self.stream = _take_stream(self.device)
-        weakref.finalize(self, _idle_streams[self.device].append, self.stream)
+        self._take_stream()
         self.limit = memory_limit
         self.generation = -1
         self.tenants: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -70,6 +66,14 @@ class Pool:
             _watched.add(backend.device_type)
             backend.on_out_of_memory(_memory_is_short)
         self._open_generation()
+
+    def _take_stream(self) -> None:
+        idle = _idle_streams[self.device]
+        try:
+            self.stream = idle.pop()
+        except IndexError:
+            self.stream = self.backend.new_stream(self.device)
+        self._give_stream_back = weakref.finalize(self, idle.append, self.stream)
 
     def _open_generation(self) -> None:
         for tenant in list(self.tenants):
@@ -94,6 +98,8 @@ class Pool:
         such as a random generator's seed at the first recording, could not be written later."""
         caller, grad = self.backend.current_stream(self.device), torch.is_grad_enabled()
         with self.use(), torch.inference_mode(False), torch.set_grad_enabled(grad):
+            if not self._give_stream_back.alive:  # closed, and yet in use
+                self._take_stream()
             self.backend.wait_stream(self.stream, caller)
             with self.backend.on_stream(self.stream):
                 self.backend.warm_libraries(self.device)
@@ -130,7 +136,7 @@ class Pool:
     def abandon(self, wreck: Any) -> None:
         """After a device error while recording: the id is unusable, so a new generation begins, and
         the broken segment is held for ever, since destroying it can abort the process."""
-        _wreckage.append((wreck, self._anchor, self._graveyard))
+        keep_for_ever((wreck, self._anchor, self._graveyard))
         self._open_generation()
 
     def relieve(self) -> None:
@@ -153,9 +159,10 @@ class Pool:
             self.retire()
 
     def close(self) -> None:
-        """Gives the pool up for good: its anchor and its stream's memory go too."""
+        """Gives the pool up: its anchor goes too, and its stream to the next pool."""
         with self.lock:
             self._anchor = None
+            self._give_stream_back()
             self.backend.empty_cache()
 
     def tick(self) -> int:
@@ -177,14 +184,6 @@ class Pool:
         if self.limit is None:
             free, _ = self.backend.memory(self.device)
             self.limit = (free + self.backend.reclaimable_bytes(self.device)) // 2
-
-
-def _take_stream(device: torch.device) -> Any:
-    backend, idle = backend_for(device), _idle_streams[device]
-    assert backend is not None
-    with contextlib.suppress(IndexError):
-        return idle.pop()
-    return backend.new_stream(device)
 
 
 def _memory_is_short(*figures: Any) -> None:

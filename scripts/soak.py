@@ -124,6 +124,7 @@ class Soak:
         self.device = device
         self.plain = {name: self._made(name) for name in MODELS}
         self.shared = {name: self._made(name) for name in MODELS}
+        self._fill_tables()
         self.own = [
             {name: _over(pipe) for name, pipe in self.shared.items()} for _ in range(threads)
         ]
@@ -137,6 +138,12 @@ class Soak:
         pipe = tiny.pipeline(name).to(self.device)
         pipe.set_progress_bar_config(disable=True)
         return pipe
+
+    def _fill_tables(self) -> None:
+        """One picture each: Z-Image's first call makes its table of frequencies on the host and
+        moves it, and another thread's call in between fails, in plain diffusers too."""
+        for drawing in {drawing.model: drawing for drawing in DRAWINGS}.values():
+            drawing.draw(self.shared[drawing.model])
 
     def _patch(self) -> None:
         limit = next(self._limits)

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from accel.backend import keep_for_ever
 from accel.graph import Recording, current_recording, eager_on_graph
 from accel.guard import Generators
-from accel.memory import Pool, _wreckage
+from accel.memory import Pool
 from accel.recorded import Recorded
 from accel.runner import GraphRunner
 from tests.accel.rules import Box, Rule, new_runner, replaced, together, wrapped
@@ -287,7 +288,7 @@ ON_EFFECTS = [
         "a poisoned pool is left",
         the_device_objects,
         together(
-            replaced(Pool, "abandon", lambda self, wreck: _wreckage.append(wreck)),
+            replaced(Pool, "abandon", lambda self, wreck: keep_for_ever(wreck)),
             replaced(GraphRunner, "_has_leaked", lambda self, live: False),
         ),
         "no later call is recorded",

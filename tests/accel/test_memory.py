@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from accel.backend import Backend
+from accel.graph import BreakableGraph, capture
 from accel.memory import Pool
 from accel.runner import GraphRunner
 
@@ -54,6 +55,19 @@ def test_a_closed_pool_leaves_nothing(pool: Pool, backend: Backend) -> None:
     gc.collect()
     pool.close()
     assert backend.reserved_bytes(pool.device) - before < 1 << 20
+
+
+def test_the_stream_of_a_closed_pool_is_the_next_ones(device: torch.device) -> None:
+    pool = Pool(device)
+    first, x = pool.stream, torch.ones(2, device=device)
+    pool.close()
+    heir = Pool(device)
+    assert heir.stream is first
+    with torch.no_grad(), capture(graph := BreakableGraph(pool)):  # by a thread that came late
+        y = x + 1
+    graph.replay()
+    assert pool.stream is not first
+    assert y.tolist() == [2.0, 2.0]
 
 
 def test_the_default_limit_is_half_of_what_is_free(pool: Pool, backend: Backend) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -111,3 +114,50 @@ def test_chance_inside_a_recording_goes_on_as_it_would_eagerly(
         drawn.append(result.clone())
     drawn.append(draw())
     assert all(torch.equal(a, b) for a, b in zip(drawn, eager, strict=True))
+
+
+@torch.no_grad()
+def test_recordings_in_many_threads_leave_the_generator_where_it_was(
+    device: torch.device, backend: Backend
+) -> None:
+    x, begin = torch.ones(3, device=device), backend.rng_state(device)
+
+    def record(_: int) -> list[float]:
+        pool = Pool(device)
+        made = [recorded(pool, lambda: x + 1) for _ in range(20)]
+        for graph, _ in made[::2]:
+            graph.discard()
+        made[-1][0].replay()
+        return made[-1][1].tolist()
+
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(record, range(18))) == [[2.0] * 3] * 18
+    assert torch.equal(backend.rng_state(device), begin)
+
+
+SPOILT = """
+import torch
+from accel.graph import BreakableGraph, capture
+from accel.memory import Pool
+
+pool, x = Pool("cuda"), torch.ones(3, device="cuda")
+try:
+    with capture(BreakableGraph(pool)):
+        y = x + 1
+        torch.cuda.synchronize()
+except RuntimeError as error:
+    print("refused", flush=True)
+with capture(graph := BreakableGraph(pool)):
+    y = x + 1
+graph.replay()
+torch.cuda.empty_cache()
+print(y.tolist(), flush=True)
+"""
+
+
+@pytest.mark.gpu
+def test_a_process_ends_in_peace_after_a_spoilt_recording() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    done = subprocess.run([sys.executable, "-c", SPOILT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "refused\n[2.0, 2.0, 2.0]\n"), done.stderr
