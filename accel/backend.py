@@ -159,15 +159,14 @@ class Backend:
         """Addresses of the blocks of `pool` that a tensor still owns."""
         return {
             block["address"]
-            for segment in torch.cuda.memory_snapshot(pool, include_traces=False)
+            for segment in _segments_of(pool)
             for block in segment["blocks"]
             if block["state"] == "active_allocated"
         }
 
     def pool_bytes(self, pool: Any) -> int:
         """Bytes of device memory that `pool` has reserved."""
-        snapshot = torch.cuda.memory_snapshot(pool, include_traces=False)
-        return sum(segment["total_size"] for segment in snapshot)
+        return sum(segment["total_size"] for segment in _segments_of(pool))
 
     def reclaimable_bytes(self, device: torch.device) -> int:
         """Bytes that the allocator holds and no tensor uses: what `empty_cache` could give back."""
@@ -205,6 +204,14 @@ def _scratch_pool(stream: int) -> torch.cuda.MemPool:
     pool = torch.cuda.MemPool()
     keep_for_ever(pool)
     return pool
+
+
+def _segments_of(pool: Any) -> list[dict[str, Any]]:
+    """What the allocator reserved for `pool`. Torch 2.11 takes a reference from each argument that
+    it does not hold, and so frees ids that are in use: they get one more."""
+    for argument in (*pool, False):
+        keep_for_ever(argument)
+    return torch.cuda.memory_snapshot(pool, include_traces=False)  # type: ignore[no-any-return]
 
 
 def keep_for_ever(thing: object) -> None:

@@ -135,6 +135,18 @@ def test_recordings_in_many_threads_leave_the_generator_where_it_was(
     assert torch.equal(backend.rng_state(device), begin)
 
 
+def test_a_look_at_a_pools_memory_takes_no_reference_from_its_id(
+    device: torch.device, backend: Backend
+) -> None:
+    """Small numbers are for ever in any case, as those of the first pools are."""
+    pools = [backend.new_pool() for _ in range(300)]
+    before = [sys.getrefcount(number) for number in (*pools[-1], False)]
+    for _ in range(20):
+        backend.live_blocks(pools[-1]), backend.pool_bytes(pools[-1])
+    after = [sys.getrefcount(number) for number in (*pools[-1], False)]
+    assert all(now >= then for now, then in zip(after, before, strict=True))
+
+
 SPOILT = """
 import torch
 from accel.graph import BreakableGraph, capture
