@@ -192,7 +192,8 @@ def test_a_cache_is_made_for_those_only_who_ask_for_it(name: str, encoders: Make
     both.called(args, {**kwargs, "use_cache": True})
     assert unread.past_key_values is None
     assert type(asked.past_key_values).__name__ == "DynamicCache"
-    assert any("returns a DynamicCache" in reason for reason in both.report.reasons)
+    why = both.report.reasons
+    assert any("returns a DynamicCache" in reason for reason in why), why
 
 
 @pytest.mark.parametrize("name", ["mistral3", "qwen25_vl", "gemma3"])
