@@ -43,8 +43,9 @@ MODELS = ("sd15", "zimage", "flux")
 SIZES = ((64, 64), (64, 96), (96, 64))
 PROMPTS = ("a red circle", "two blue squares on a white background")
 SEEDS = (0,)
-MEMORY_LIMITS = (None, "96MiB")
-"""By turns, from one "patched again" to the next: all graphs live, or some are always evicted."""
+SCARCE = 0.75
+"""From one "patched again" to the next all graphs live, or, by turns, so much of the memory that
+they took before is all that they get: some are evicted."""
 GROWTH = 1.02
 """What memory may grow by after every state has come by twice, for the allocator's rounding."""
 
@@ -131,7 +132,8 @@ class Soak:
         self.totals: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.calls = 0
-        self._limits = itertools.cycle(MEMORY_LIMITS)
+        self.limits: list[int | None] = []
+        self._taken = 0
         self._patch()
 
     def _made(self, name: str) -> Any:
@@ -146,7 +148,9 @@ class Soak:
             drawing.draw(self.shared[drawing.model])
 
     def _patch(self) -> None:
-        limit = next(self._limits)
+        scarce = len(self.limits) % 2 == 1
+        limit = int(SCARCE * self._taken) if scarce else None
+        self.limits.append(limit)
         for pipe in self._pipes():
             accel.patch(pipe, capture="always", memory_limit=limit)
 
@@ -166,7 +170,9 @@ class Soak:
 
     def unpatch(self) -> None:
         """Takes the patches off, and adds up what they did."""
-        parts = {id(part): part for pipe in self._pipes() for part in accel.report(pipe).parts}
+        reports = [accel.report(pipe) for pipe in self._pipes()]
+        self._taken = max(report.pool_bytes for report in reports)
+        parts = {id(part): part for report in reports for part in report.parts}
         for part in parts.values():
             for what in ("captures", "replays", "eager_calls", "recaptures", "evictions"):
                 self.totals[what] += getattr(part, what)
@@ -237,7 +243,7 @@ def soak(
         "threads": threads,
         "rounds": sum(map(len, memory)),
         "seconds": time.monotonic() - begin,
-        "memory limits": MEMORY_LIMITS,
+        "memory limits": work.limits,
         "bytes in use after each round, by lap": memory,
         "memory flat": len(memory) < 3 or max(memory[-1]) <= GROWTH * max(memory[1]),
         **work.totals,
@@ -258,11 +264,11 @@ def soak_in_processes(
     result: dict[str, Any] = {"processes": processes}
     for name, first in each[0].items():
         values = [one[name] for one in each]
-        if name in ("threads", "memory limits"):
+        if name == "threads":
             result[name] = first
         elif name == "memory flat":
             result[name] = all(values)
-        elif name == "bytes in use after each round, by lap":
+        elif name in ("memory limits", "bytes in use after each round, by lap"):
             result[name] = values
         else:
             result[name] = max(values) if name == "seconds" else sum(values, type(first)())
@@ -288,6 +294,7 @@ def main() -> None:
     if options.output is not None:
         options.output.write_text(text)
     served = result["calls"] >= options.calls and result["replays"] > result["captures"]
+    served &= result["evictions"] > 0
     sys.exit(bool(result["wrong"]) or not result["memory flat"] or not served)
 
 
