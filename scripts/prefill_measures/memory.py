@@ -1,12 +1,14 @@
 """What a runner takes at its peak: without graphs, and with graphs up to some ceilings.
 
-All of them run the same batches, up to the chunk size. With graphs that end below it, the batches
+All of them run the same batches, up to the chunk size: sizes of graphs, then random ones, as the
+allocator's memory grows by sizes that it has not seen. With graphs that end below it, the batches
 above run eagerly: their memory adds to the graphs'.
 """
 
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +18,8 @@ from prefill_measures.prompts import random_prompts
 from prefill_measures.ways import Options
 
 MIB = 2**20
+MIXED = 40
+"""Batches of random lengths."""
 
 
 class Meter:
@@ -56,11 +60,24 @@ def batches(chunk: int, smallest: int, max_requests: int) -> list[list[int]]:
         )
     found, total = [], chunk
     while total >= smallest:
-        found.append(
-            [smallest] * (total // smallest) + ([total % smallest] * bool(total % smallest))
-        )
+        found.append(_filled(total, smallest))
         total //= 2
     return found
+
+
+def mixed(chunk: int, smallest: int, seed: int = 0) -> list[list[int]]:
+    """Batches of any number of tokens up to `chunk`, in prompts of `smallest` tokens at most.
+
+    >>> [sum(batch) <= 9 and max(batch) <= 4 for batch in mixed(9, 4)[:2]]
+    [True, True]
+    """
+    draw = random.Random(seed)
+    return [_filled(draw.randint(1, chunk), smallest) for _ in range(MIXED)]
+
+
+def _filled(total: int, most: int) -> list[int]:
+    """Prompts of `most` tokens, and one of what is left."""
+    return [most] * (total // most) + [total % most] * bool(total % most)
 
 
 def memory(
@@ -69,7 +86,8 @@ def memory(
     """A row without graphs, then one for each mode and ceiling, from the chunk size down."""
     chunk = options.max_tokens
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    lengths = batches(chunk, min([*ceilings, chunk]), options.max_requests)
+    smallest = min([*ceilings, chunk])
+    lengths = batches(chunk, smallest, options.max_requests) + mixed(chunk, smallest)
     rounds = [random_prompts(some, vocabulary, seed) for seed, some in enumerate(lengths)]
     plain = _peak(model, "eager", options, None, rounds, meter)
     yield plain
