@@ -29,6 +29,7 @@ _VALUES = (*_OF_PYTHON, *_OF_TORCH, enum.Enum)
 _LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, types.NoneType, bool, int, float, str))
 """Common types that are no containers, told at a glance."""
 
+_NONE = object()
 Place = tuple[Any, ...]
 """Where in a tree: the names and numbers on the way there."""
 
@@ -139,10 +140,18 @@ def opened(x: Any) -> Container | None:
         names = tuple(x)
         return Container(tuple(x.values()), names, lambda c: _like(x, operator.setitem, names, c))
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        names = tuple(f.name for f in dataclasses.fields(x) if hasattr(x, f.name))
-        children = [getattr(x, name) for name in names]
+        found = {f.name: y for f in dataclasses.fields(x) if (y := _field(x, f.name)) is not _NONE}
+        names, children = tuple(found), list(found.values())
         return Container(children, names, lambda c: _like(x, object.__setattr__, names, c))
     return None
+
+
+def _field(x: Any, name: str) -> Any:
+    """What a dataclass holds there; `_NONE` if nothing, or if it refuses to say."""
+    try:
+        return getattr(x, name)
+    except Exception:
+        return _NONE
 
 
 def _like(x: Any, put: Callable[..., None], names: Sequence[Any], children: list[Any]) -> Any:

@@ -150,6 +150,9 @@ class TransformersModel:
         with self._lock, _returning(self._decoder, output):
             named = self._model(input_ids=ids, use_cache=False, **self._with_names())
             logits: torch.Tensor = named.logits
+        if logits.shape[:2] != ids.shape:
+            made = f"logits {tuple(logits.shape)} of {len(hidden)} tokens"
+            raise ValueError(f"{self.name} is no causal LM: its head makes {made}")
         return logits[0]
 
     @contextlib.contextmanager
@@ -208,10 +211,10 @@ class TransformersModel:
 
 def _decoder_of(model: Any) -> Any:
     """The part between token ids and hidden states; the model itself if it has no head."""
-    decoder = model.get_decoder()
-    if decoder is not model or model.get_output_embeddings() is None:
+    decoder, embeddings = model.get_decoder(), model.get_input_embeddings()
+    is_part = decoder is not model or model.get_output_embeddings() is None
+    if is_part and embeddings in decoder.modules():  # else it may be a head of that name
         return decoder
-    embeddings = model.get_input_embeddings()
     return next((m for m in model.children() if embeddings in [*m.modules()][1:]), model)
 
 

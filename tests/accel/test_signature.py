@@ -24,6 +24,7 @@ from accel.signature import (
     like_in_memory,
     map_tree,
     misalignment,
+    opened,
     overlaps,
     signature,
 )
@@ -255,3 +256,19 @@ class TestMemoryLayout:
         nan = torch.tensor([float("nan")])
         assert torch.equal(bytes_of(nan), bytes_of(nan.clone()))
         assert torch.equal(bytes_of(torch.ones(2, 2).t()), bytes_of(torch.ones(2, 2)))
+
+
+def test_a_dataclass_that_refuses_to_tell_a_field_has_the_others() -> None:
+    @dataclasses.dataclass
+    class PerLayer:
+        size: int = 3
+        width: int = 4
+
+        def __getattribute__(self, name: str) -> object:
+            if name == "width":
+                raise ValueError("it varies from layer to layer")
+            return object.__getattribute__(self, name)
+
+    container = opened(PerLayer())
+    assert container is not None
+    assert (container.names, container.children) == (("size",), [3])

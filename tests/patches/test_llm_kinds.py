@@ -181,6 +181,22 @@ def test_adapters_are_followed(device: torch.device) -> None:
     assert (runner.report.replays, runner.report.recaptures) == (3, 2)
 
 
+def test_a_head_that_calls_itself_the_decoder_is_none(device: torch.device) -> None:
+    model = build("ModernBertDecoder", device, global_attn_every_n_layers=1)
+    runner = runner_of(model, attention="reference")
+    assert runner.report.declined is None
+    for _ in range(2):
+        logits = runner(PROMPTS).logits
+        for i, prompt in enumerate(PROMPTS):
+            assert torch.allclose(logits[i], own_logits(model, prompt)[-1], atol=1e-5)
+
+
+def test_a_head_of_one_row_for_all_tokens_is_refused() -> None:
+    model = build("CsmDepthDecoder", torch.device("cpu"), num_codebooks=4, backbone_hidden_size=32)
+    with pytest.raises(ValueError, match=r"is no causal LM: its head makes logits \(1, 1, 97\)"):
+        runner_of(model).score([[5, 6, 7]])
+
+
 @pytest.mark.parametrize("entries", [120, 50])
 def test_embeddings_that_are_resized(entries: int, device: torch.device) -> None:
     model = tiny_lm("llama", device)
