@@ -43,6 +43,7 @@ class StateProbe:
         self._module = weakref.ref(module)
         self._state: Any = None
         self._watch: Watch | None = None
+        self._vetoed: tuple[Watch | None, str | None] = None, None
 
     def __call__(self) -> Any:
         module = self._module()
@@ -84,12 +85,12 @@ class StateProbe:
         module = self._module()
         if module is None:
             return "the module is gone"
-        if len(set(getattr(module, "hf_device_map", {}).values())) > 1:
-            return "device_map spreads the module over several devices"
-        for child in all_modules(module):
-            if (reason := _veto_of(child, child is module)) is not None:
-                return reason
-        return None
+        watch = self._watch if self._watch is not None and self._watch.untouched() else None
+        if watch is None:
+            return _veto(all_modules(module))
+        if self._vetoed[0] is not watch:  # as long as nothing is touched, the answer is the same
+            self._vetoed = watch, _veto(watch.modules)
+        return self._vetoed[1]
 
 
 class Seen(NamedTuple):
@@ -161,6 +162,13 @@ def _is_users(hook: Any) -> bool:
     """Libraries' own hooks only hand tensors on; what a user's does, no one knows."""
     room = getattr(hook, "__module__", None) or type(hook).__module__
     return not room.startswith(("torch.", "transformers.", "diffusers.", "peft.", "accelerate."))
+
+
+def _veto(modules: list[nn.Module]) -> str | None:
+    if len(set(getattr(modules[0], "hf_device_map", {}).values())) > 1:
+        return "device_map spreads the module over several devices"
+    reasons = (_veto_of(module, module is modules[0]) for module in modules)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _veto_of(module: nn.Module, is_root: bool) -> str | None:

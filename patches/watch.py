@@ -120,9 +120,10 @@ class Weights:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         boxes = [m.__dict__[k] for m in modules for k in _TENSORS_AND_LAYERS]
-        self._boxes = [(box, copy.copy(box)) for box in boxes]
-        found = [x for m in modules for x in (*m._parameters.values(), *m._buffers.values())]
-        self._weights = [(x, x.data, dict(vars(x))) for x in found if x is not None]
+        self._boxes = list(zip(boxes, map(dict, boxes), strict=True))  # in C: there are thousands
+        owners = (own for m in modules for own in (m._parameters, m._buffers) if own)
+        found = [x for own in owners for x in own.values() if x is not None]
+        self._weights = [(x, x.data, x.__dict__.copy()) for x in found]
 
     def put_back(self) -> None:
         """Makes all of it what it was."""
