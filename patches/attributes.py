@@ -21,6 +21,7 @@ from accel.patches.forward import PatchedMethod
 OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 REGISTRY = "_diffusers_hook"
 """Where diffusers keeps a module's hooks. An empty one, left by a pipeline, is as good as none."""
+_READ_APART = OF_TORCH | {REGISTRY}
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -48,14 +49,17 @@ def state_of(module: nn.Module, kept: list[Any]) -> tuple[Any, ...]:
     >>> state_of(dropout, []) == before
     False
     """
-    attributes = module.__dict__
-    hooks = [hook for name in HOOKS for hook in list(attributes.get(name, {}).values())]
+    attributes, kind = module.__dict__, type(module)
+    hooks = [hook for box in map(attributes.get, HOOKS) if box for hook in list(box.values())]
     kept.extend(hooks)
-    depth = 1 if type(module).__module__.startswith("torch.") else DEPTH
-    names = [name for name in list(attributes) if name not in OF_TORCH and name != REGISTRY]
-    own = tuple((name, value_of(attributes.get(name), depth, kept)) for name in names)
-    own += ((REGISTRY, hooks_of_registry(attributes.get(REGISTRY), kept) or ()),)
-    kind = type(module)
+    depth = 1 if kind.__module__.startswith("torch.") else DEPTH
+    own = [
+        (name, x if type(x) in _COMMON else value_of(x, depth, kept))
+        for name, x in list(attributes.items())
+        if name not in _READ_APART
+    ]
+    registered = hooks_of_registry(attributes.get(REGISTRY), kept) or ()
+    own.append((REGISTRY, registered))
     return id(module), kind, kind.forward, attributes.get("training"), tuple(map(id, hooks)), own
 
 
@@ -66,7 +70,10 @@ def of_others(modules: list[nn.Module]) -> list[dict[str, Any]]:
 
 def is_box(x: Any) -> bool:
     """Whether `x` can change and stay the same object."""
-    return isinstance(x, (*_BOXES, torch.Tensor)) or type(x).__name__ == "ndarray"
+    kind = type(x)
+    if kind in _COMMON or kind is float:
+        return False
+    return isinstance(x, (*_BOXES, torch.Tensor)) or kind.__name__ == "ndarray"
 
 
 def value_of(x: Any, depth: int, kept: list[Any]) -> Any:

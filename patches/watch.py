@@ -58,11 +58,10 @@ class Watch:
         self._hooks = [box for box in hooks if box is not None]
         self._registries = [r for d in owns if (r := d.get(REGISTRY)) is not None]
         found = [item for _, own in self._owns for item in own.items()]
-        self._boxes = [x for name, x in found if is_box(x) and name not in OF_TORCH]
+        self._boxes = [x for name, x in found if name not in OF_TORCH and is_box(x)]
         self._insides = [(box, copy.copy(box)) for box in _containers(self._boxes)]
         # Settings of torch's layers: a convolution's padding mode, a norm's epsilon.
-        items = [(own, name, x) for own in self._torchs for name, x in list(own.items())]
-        settings = [item for item in items if item[1] not in OF_TORCH]
+        settings = [(d, name, d.get(name)) for d in self._torchs for name in d.keys() - OF_TORCH]
         self._settings = tuple(zip(*settings, strict=True)) if settings else ((), (), ())
         self._children = [m._modules for m in modules]
         self._kinds = set(map(type, modules))
