@@ -21,6 +21,13 @@ from accel.backend import backend_for, keep_for_ever
 _idle_streams: defaultdict[torch.device, list[Any]] = defaultdict(list)
 """Streams of pools that are gone: libraries keep scratch memory for each they ever ran on."""
 
+_sides: dict[torch.device, Any] = {}
+"""A device's stream for constants: no pool records on it."""
+
+_turns: dict[Any, threading.RLock] = {}
+"""Held while something is recorded on a stream: torch has 32 a device and gives out the same ones
+again, so that pools may share theirs."""
+
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 _watched: set[str] = set()
 """Types of devices whose failing allocations are heard of."""
@@ -49,6 +56,8 @@ class Pool:
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         self.backend = backend
         self.lock = threading.RLock()
+        if self.device not in _sides:
+            _sides.setdefault(self.device, backend.new_stream(self.device))
         self._take_stream()
         self.limit = memory_limit
         self.generation = -1
@@ -57,7 +66,6 @@ class Pool:
         self.may_cut = True
         self.short = False
         """Whether an allocation failed somewhere since graphs were given up last."""
-        self._side = backend.new_stream(self.device)
         self._last_use: Any = None
         self._last_stream: Any = None
         self._ticks = itertools.count()
@@ -72,7 +80,9 @@ class Pool:
         try:
             self.stream = idle.pop()
         except IndexError:
-            self.stream = self.backend.new_stream(self.device)
+            news = (self.backend.new_stream(self.device) for _ in range(2))
+            self.stream = next(new for new in news if new != _sides[self.device])
+        self._turn = _turns.setdefault(self.stream, threading.RLock())
         self._give_stream_back = weakref.finalize(self, idle.append, self.stream)
 
     def _open_generation(self) -> None:
@@ -100,8 +110,8 @@ class Pool:
         with self.use(), torch.inference_mode(False), torch.set_grad_enabled(grad):
             if not self._give_stream_back.alive:  # closed, and yet in use
                 self._take_stream()
-            self.backend.wait_stream(self.stream, caller)
-            with self.backend.on_stream(self.stream):
+            with self._turn, self.backend.on_stream(self.stream):
+                self.backend.wait_stream(self.stream, caller)
                 self.backend.warm_libraries(self.device)
                 self.anchor()
                 try:
@@ -125,9 +135,10 @@ class Pool:
     @contextlib.contextmanager
     def upload(self) -> Iterator[None]:
         """A stream on which constants reach the device although the pool's stream records."""
-        with self.backend.on_stream(self._side):
+        side = _sides[self.device]
+        with self.backend.on_stream(side):
             yield
-            self.backend.synchronize(self._side)
+            self.backend.synchronize(side)
 
     def bury(self, segments: list[Any]) -> None:
         """Takes discarded segments: they are destroyed with the generation, not before."""

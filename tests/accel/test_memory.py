@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
+import itertools
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from accel import memory
 from accel.backend import Backend
 from accel.graph import BreakableGraph, capture
 from accel.memory import Pool
@@ -73,6 +78,54 @@ def test_the_stream_of_a_closed_pool_is_the_next_ones(device: torch.device) -> N
     graph.replay()
     assert pool.stream is not first
     assert y.tolist() == [2.0, 2.0]
+
+
+class TestFewStreams:
+    """Torch has 32 streams a device, and gives them out again."""
+
+    @pytest.fixture
+    def streams(self, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """Three, given out in turns from now on."""
+        made = [backend.new_stream(torch.device(backend.device_type, 0)) for _ in range(3)]
+        turns = itertools.cycle(made)
+        monkeypatch.setattr(backend, "new_stream", lambda device: next(turns), raising=False)
+        monkeypatch.setattr(memory, "_idle_streams", defaultdict(list))
+        monkeypatch.setattr(memory, "_sides", {})
+        return made
+
+    def test_constants_never_travel_on_a_stream_that_a_pool_records_on(
+        self, device: torch.device, streams: list[Any]
+    ) -> None:
+        pools = [Pool(device) for _ in range(4)]
+        pools[0].close()
+        pools.append(Pool(device))
+        assert [pool.stream for pool in pools].count(streams[0]) == 0
+        with torch.no_grad(), capture(graph := BreakableGraph(pools[-1])):
+            y = torch.ones(2, device=device) + torch.tensor([1.0, 2.0]).to(device)
+        assert (graph.segments, y.tolist()) == (1, [2.0, 3.0])
+
+    def test_pools_on_one_stream_record_one_after_the_other(
+        self, device: torch.device, streams: list[Any]
+    ) -> None:
+        first, _, third = (Pool(device) for _ in range(3))
+        assert first.stream == third.stream
+        x, order = torch.ones(2, device=device), list[str]()
+
+        def record(pool: Pool, name: str) -> list[float]:
+            with torch.no_grad(), capture(graph := BreakableGraph(pool), automatic=False):
+                order.append(f"{name} begins")
+                y = x + 1
+                time.sleep(0.05)
+                y = y + 1
+                order.append(f"{name} ends")
+            graph.replay()
+            return y.tolist()
+
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            made = list(threads.map(record, (first, third), ("one", "other")))
+        assert made == [[3.0, 3.0]] * 2
+        begun = [words.split()[0] for words in order]
+        assert begun[0] == begun[1] and begun[2] == begun[3]
 
 
 def test_the_default_limit_is_half_of_what_is_free(pool: Pool, backend: Backend) -> None:
