@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model in bf16, its head tied to its embeddings, as Qwen3-4B's is. transformers 5.17
     splits vocabularies of even size only."""
     made = tmp_path_factory.mktemp("model")
-    more = {"tie_word_embeddings": True, "vocab_size": 98}
+    more: dict[str, Any] = {"tie_word_embeddings": True, "vocab_size": 98}
     tiny_lm("qwen3", dtype=torch.bfloat16, **more).save_pretrained(made)
     return made
 
