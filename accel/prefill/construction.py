@@ -20,7 +20,7 @@ from accel.prefill.model import PrefillModel
 from accel.prefill.packed_body import PackedBody
 from accel.prefill.reference_attention import ReferenceBackend
 from accel.prefill.report import PrefillReport
-from accel.prefill.self_test import LONG, TAIL, mismatch, prompts_for
+from accel.prefill.self_test import LONG, TAIL, batches_for, mismatch
 
 MODES = ("breakable", "full", "eager")
 
@@ -152,8 +152,9 @@ def _self_test(body: PackedBody, ladder: Ladder) -> str | None:
         return [_in_chunks(body, ladder, prompt) for prompt in prompts]
 
     try:
-        prompts = prompts_for(model, ladder.largest)
-        why = mismatch(model, prompts, packed, "packed")
+        batches = batches_for(model, ladder.largest)
+        found = (mismatch(model, prompts, packed, "packed") for prompts in batches)
+        why, prompts = next((why for why in found if why is not None), None), batches[0]
         if why is None and body.cache is not None:
             limit = min(body.cache.rows, model.position_limit or body.cache.rows)
             long = min(limit, max(LONG, model.horizon + TAIL))

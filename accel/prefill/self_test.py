@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,15 +24,24 @@ TAIL = 32
 """Tokens beyond the model's horizon, and the stretch that is judged by itself."""
 
 
-def prompts_for(model: PrefillModel, max_tokens: int) -> list[list[int]]:
-    """Random ids: short prompts around one that goes beyond the model's horizon, if that fits."""
+def batches_for(model: PrefillModel, max_tokens: int) -> list[list[list[int]]]:
+    """Random prompts: short ones around one that goes beyond the model's horizon. If that does not
+    fit, as long a one as there will ever be, alone, is a second batch."""
     limit = min(max_tokens, model.position_limit or max_tokens)
-    long = max(1, min(limit - sum(SHORT), max(LONG, model.horizon + TAIL)))
+    wanted = max(LONG, model.horizon + TAIL)
+    long = max(1, min(limit - sum(SHORT), wanted))
+    lengths = [SHORT[0], long, *SHORT[1:]]
+    if limit <= sum(SHORT):
+        lengths = [max(1, limit - 1), 1][:limit]
     draw = torch.Generator(HOST).manual_seed(17)
-    lengths = [SHORT[0], long, *SHORT[1:]] if limit > sum(SHORT) else [1] * min(limit, 2)
-    shape = (sum(lengths),)
-    ids = torch.randint(0, model.vocab_size, shape, generator=draw, device=HOST)
-    return [part.tolist() for part in ids.split(lengths)]
+    return [
+        [part.tolist() for part in _ids(model.vocab_size, sum(some), draw).split(some)]
+        for some in ([lengths] if long == wanted else [lengths, [limit]])
+    ]
+
+
+def _ids(vocabulary: int, count: int, draw: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (count,), generator=draw, device=HOST)
 
 
 def tolerance(model: PrefillModel) -> float:
@@ -81,10 +91,13 @@ def _rounding(
 
 @contextlib.contextmanager
 def _nudged_embeddings(module: nn.Module) -> Iterator[None]:
-    """Every second embedded number, drawn by lot, is the next one towards zero meanwhile."""
-    draw = torch.Generator(HOST).manual_seed(17)
+    """Every second embedded number, drawn by lot, is the next one towards zero meanwhile, in this
+    thread: others may be using the model."""
+    draw, thread = torch.Generator(HOST).manual_seed(17), threading.get_ident()
 
     def nudge(_: nn.Module, __: Any, embedded: torch.Tensor) -> torch.Tensor:
+        if threading.get_ident() != thread:
+            return embedded
         chosen = torch.randint(0, 2, embedded.shape, generator=draw, device=HOST).bool()
         smaller = embedded * (1 - torch.finfo(embedded.dtype).eps / 2)
         return torch.where(chosen.to(embedded.device), smaller, embedded)
@@ -97,10 +110,11 @@ def _nudged_embeddings(module: nn.Module) -> Iterator[None]:
 
 
 def _typical(ours: torch.Tensor, own: torch.Tensor) -> float:
-    """The relative error of hidden states, median over tokens: of all of them, or of the last ones
-    if that is more."""
+    """The relative error of hidden states, median over tokens: of all of them, or of the last third
+    (`TAIL` at most) if that is more."""
     errors = _errors(ours, own)
-    return max(errors.median().item(), errors[-TAIL:].median().item())
+    tail = errors[-min(TAIL, -(-len(errors) // 3)) :]
+    return max(errors.median().item(), tail.median().item())
 
 
 def _errors(ours: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

@@ -243,3 +243,15 @@ def test_first_tokens_that_are_none(first: Any, says: str, sim: torch.device) ->
             result.generate_kwargs(first)
         column = torch.tensor([[3], [4]], device=sim)
         assert result.generate_kwargs(column)["input_ids"][:, -1].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("most", [6, 8, 11, 12, 40])
+def test_what_few_tokens_show_only_at_their_end_is_found(most: int) -> None:
+    """Attention in chunks of four tokens, that only the mask knows."""
+    options = {"head_dim": 8, "attention_chunk_size": 4, "intermediate_size_mlp": 48}
+    config = transformers.Llama4TextConfig(**SMALL, **options, num_local_experts=2)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(config).eval()
+    with accel.prefill_runner(model, max_tokens=most, attention="reference") as runner:
+        assert "differs from the model's own attention" in str(runner.report.declined)

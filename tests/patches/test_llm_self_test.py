@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -79,3 +80,18 @@ def test_a_mixture_of_experts_whose_prompts_see_each_other_is_declined(
 
     monkeypatch.setattr(reference_attention, "visible", all_before)
     assert "differs from the model's own attention" in str(declined(mixture))
+
+
+def test_other_threads_use_the_model_as_it_is_meanwhile(mixture: Any) -> None:
+    ids = torch.tensor([[5, 6, 7]])
+
+    @torch.no_grad()
+    def hidden() -> torch.Tensor:
+        states: torch.Tensor = mixture.model(ids, use_cache=False).last_hidden_state
+        return states
+
+    before = hidden()
+    with self_test._nudged_embeddings(mixture), ThreadPoolExecutor(1) as threads:
+        elsewhere = threads.submit(hidden).result()
+        assert not torch.equal(hidden(), before)
+    assert torch.equal(elsewhere, before)
