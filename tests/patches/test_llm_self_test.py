@@ -14,6 +14,7 @@ import accel
 from accel.prefill import reference_attention, self_test
 from accel.prefill.reference_attention import ReferenceAttention
 from tests.patches.llm_families import SMALL
+from tests.patches.test_llm_kinds import build
 
 DEEP: dict[str, Any] = {
     "hidden_size": 256,
@@ -95,3 +96,15 @@ def test_other_threads_use_the_model_as_it_is_meanwhile(mixture: Any) -> None:
         elsewhere = threads.submit(hidden).result()
         assert not torch.equal(hidden(), before)
     assert torch.equal(elsewhere, before)
+
+
+def test_the_prompt_that_leaks_stays_within_a_table_of_positions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(self_test, "tolerance", lambda model: -1.0)  # so that rounding is asked
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "max_position_embeddings": 100}
+    model = build("GPT2", torch.device("cpu"), **sizes)
+    with accel.prefill_runner(
+        model, max_tokens=128, cache_tokens=512, attention="reference"
+    ) as runner:
+        assert "differs from the model's own" in str(runner.report.declined)
