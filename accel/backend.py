@@ -78,7 +78,7 @@ class Segment:
         self._graph.replay()
 
 
-_generator_in_place = threading.Lock()
+_generator_in_place = threading.RLock()  # a finalizer may ask for the state meanwhile
 """Held while a device's random generator is not its own: two threads that put theirs in its place
 would leave one behind, and whoever reads or sets its state would read or set a spare's."""
 

@@ -1,8 +1,7 @@
-"""What the self-test lets through: rounding, also where experts make much of it; nothing else."""
+"""What the self-test does with a deep mixture of experts, whose rounding is as large as a fault."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 from transformers import GptOssConfig, GptOssForCausalLM
 
 import accel
-from accel.prefill import reference_attention, self_test
+from accel.prefill import reference_attention
 from accel.prefill.reference_attention import ReferenceAttention
 from tests.patches.llm_families import SMALL
-from tests.patches.test_llm_kinds import build
 
 DEEP: dict[str, Any] = {
     "hidden_size": 256,
@@ -50,24 +48,29 @@ def declined(model: Any) -> str | None:
         return why
 
 
-def test_a_mixture_of_experts_that_rounding_sends_elsewhere_is_taken(
-    mixture: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.xfail(
+    strict=True,
+    reason="at its end, rounding is as large as what wrong attention does: docs/plan.md, issue 4",
+)
+def test_a_mixture_of_experts_that_rounding_sends_elsewhere_is_taken(mixture: Any) -> None:
     assert declined(mixture) is None
-    monkeypatch.setattr(self_test, "_rounding", lambda *_: 0.0)
-    assert "differs from the model's own attention" in str(declined(mixture))
 
 
+@pytest.mark.parametrize("first", [0, 12])
 @pytest.mark.parametrize("forgotten", ["window", "sinks"])
 def test_a_mixture_of_experts_whose_attention_is_another_is_declined(
-    forgotten: str, mixture: Any, monkeypatch: pytest.MonkeyPatch
+    forgotten: str, first: int, mixture: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In all layers, or in the second half of them."""
     run = ReferenceAttention.run
 
     def without(self: Any, layer: Any, *tensors: torch.Tensor) -> None:
+        if layer.index < first:
+            return run(self, layer, *tensors)
         if forgotten == "window":
             layer = replace(layer, group=replace(layer.group, window=None))
-        run(self, replace(layer, sinks=None) if forgotten == "sinks" else layer, *tensors)
+        layer = replace(layer, sinks=None) if forgotten == "sinks" else layer
+        return run(self, layer, *tensors)
 
     monkeypatch.setattr(ReferenceAttention, "run", without)
     assert "differs from the model's own attention" in str(declined(mixture))
@@ -81,30 +84,3 @@ def test_a_mixture_of_experts_whose_prompts_see_each_other_is_declined(
 
     monkeypatch.setattr(reference_attention, "visible", all_before)
     assert "differs from the model's own attention" in str(declined(mixture))
-
-
-def test_other_threads_use_the_model_as_it_is_meanwhile(mixture: Any) -> None:
-    ids = torch.tensor([[5, 6, 7]])
-
-    @torch.no_grad()
-    def hidden() -> torch.Tensor:
-        states: torch.Tensor = mixture.model(ids, use_cache=False).last_hidden_state
-        return states
-
-    before = hidden()
-    with self_test._nudged_embeddings(mixture), ThreadPoolExecutor(1) as threads:
-        elsewhere = threads.submit(hidden).result()
-        assert not torch.equal(hidden(), before)
-    assert torch.equal(elsewhere, before)
-
-
-def test_the_prompt_that_leaks_stays_within_a_table_of_positions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(self_test, "tolerance", lambda model: -1.0)  # so that rounding is asked
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "max_position_embeddings": 100}
-    model = build("GPT2", torch.device("cpu"), **sizes)
-    with accel.prefill_runner(
-        model, max_tokens=128, cache_tokens=512, attention="reference"
-    ) as runner:
-        assert "differs from the model's own" in str(runner.report.declined)
