@@ -6,27 +6,32 @@ pages come from (kv_cache.py) nor which bucket is right (buckets.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from accel.prefill.kv_cache import KVCache
 from accel.prefill.slots import HOST, Slots, fill_slots, slot_numbers
 
+ROW, NUMBER = 8, 4
+"""Bytes of a token's number in a row, int64, and of a request's, int32."""
+
 
 @dataclass(frozen=True)
 class Request:
     """One prompt's share of a batch: its new token ids, and what is cached in front of them.
 
-    `prefix` counts cached tokens; `pages` holds, if there is a cache, the pages of prefix and new
-    tokens in order, and no others.
+    `ids` are quickest to pack as an `array("q")`. `prefix` counts cached tokens; `pages` holds, if
+    there is a cache, the pages of prefix and new tokens in order.
 
     >>> Request((5, 6, 7)).length
     3
     """
 
-    ids: tuple[int, ...]
+    ids: Sequence[int]
     prefix: int = 0
     pages: tuple[int, ...] = ()
 
@@ -88,9 +93,38 @@ class Batch:
         return self.host.slots
 
 
+class Parts(NamedTuple):
+    """Where a batch's numbers lie in one stretch of memory, so that one copy brings them to the
+    device: the rows, then the keys' rows, then the slots."""
+
+    bucket: int
+    keys: int
+
+    @property
+    def rows_end(self) -> int:
+        """Bytes of the rows."""
+        return 3 * ROW * self.bucket
+
+    def of(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows `[3, bucket]`, `kv_rows` and slots as views of `flat`, uint8.
+
+        >>> rows, keys, slots = Parts(2, 1).of(torch.zeros(64, dtype=torch.uint8, device=device))
+        >>> rows.shape, keys.shape, slots.shape
+        (torch.Size([3, 2]), torch.Size([1]), torch.Size([2]))
+        """
+        rows = flat[: self.rows_end].view(torch.int64).view(3, self.bucket)
+        return rows, *self.behind_rows(flat[self.rows_end :])
+
+    def behind_rows(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`kv_rows` and slots, where `flat` begins behind the rows."""
+        end = ROW * self.keys
+        return flat[:end].view(torch.int64), flat[end:].view(torch.int32)
+
+
 @dataclass(frozen=True)
 class Buffers:
-    """Device tensors that a batch is copied into, for graphs that captured their addresses.
+    """Device tensors that a batch is copied into, for graphs that captured their addresses: views
+    of `flat`, as `Parts` has them.
 
     A breakable graph reads `rows` only; a full one all of them.
 
@@ -99,33 +133,26 @@ class Buffers:
     (torch.Size([3, 8]), 15, 64)
     """
 
+    flat: torch.Tensor
     rows: torch.Tensor
-    slots: torch.Tensor | None = None
-    kv_rows: torch.Tensor | None = None
+    kv_rows: torch.Tensor
+    slots: torch.Tensor
 
     @property
     def nbytes(self) -> int:
         """Device memory, in bytes."""
-        return sum(x.nbytes for x in self.tensors)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Those that there are."""
-        return [x for x in (self.rows, self.slots, self.kv_rows) if x is not None]
+        return self.flat.nbytes
 
     @classmethod
     def new(
         cls, bucket: int, device: torch.device, slots: int = 0, pages: int = 0, kv_bound: int = 0
     ) -> Buffers:
         """Buffers of zeros: for `bucket` rows, and for a full graph also for `slots` requests."""
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        rows = zeros(3, bucket)
-        if not slots:
-            return cls(rows)
-        return cls(rows, zeros(slot_numbers(slots, pages), dtype=torch.int32), zeros(kv_bound))
+        parts = Parts(bucket, kv_bound if slots else 0)
+        numbers = slot_numbers(slots, pages) if slots else 0
+        nbytes = parts.rows_end + ROW * parts.keys + NUMBER * numbers
+        flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return cls(flat, *parts.of(flat))
 
 
 def pack(
@@ -145,61 +172,101 @@ def pack(
     paged one; it needs a cache and pages. Its `kv_rows` are padded to `kv_bound`. What `into` holds
     is overwritten on the current stream, and the batch's device tensors are views of it.
     """
-    into = into or Buffers(torch.empty(3, bucket, dtype=torch.int64, device=device))
+    slots = len(requests) if slots is None else slots
     prefixes = [request.prefix for request in requests]
     paged = paged or any(prefixes)
-    host = fill_slots(
+    numbers = fill_slots(
         [request.length for request in requests],
         prefixes,
         [request.pages for request in requests],
-        slots=len(requests) if slots is None else slots,
+        slots=slots,
         page_size=cache.page_size if cache else 1,
     )
-    keys = _key_rows(requests, cache, kv_bound) if paged and cache else _none()
-    return Batch(
-        bucket,
-        tuple(requests),
-        host,
-        Slots(_upload(host.flat, device, into.slots), host.slots),
-        _upload(_rows(requests, bucket, cache), device, into.rows).view(3, bucket),
-        _upload(keys, device, into.kv_rows),
-        paged,
+    places = _places(cache, requests) if cache else [memoryview(b"")] * len(requests)
+    keys = _key_rows(places, cache, kv_bound) if paged and cache else b""
+    parts = Parts(bucket, len(keys) // ROW)
+    host = torch.frombuffer(
+        bytearray().join((*_rows(requests, bucket, cache, places), keys, numbers)),
+        dtype=torch.uint8,
     )
-
-
-def _none() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.int64, device=HOST)
-
-
-def _rows(requests: Sequence[Request], bucket: int, cache: KVCache | None) -> torch.Tensor:
-    rows = torch.zeros(3, bucket, dtype=torch.int64, device=HOST)
-    rows[2] = cache.dummy_row if cache else 0
-    start = 0
-    for request in requests:
-        here = slice(start, start + request.length)
-        rows[0, here] = torch.tensor(request.ids, dtype=torch.int64, device=HOST)
-        rows[1, here] = torch.arange(request.length, device=HOST) + request.prefix
-        if cache and request.pages:
-            rows[2, here] = _places(cache, request)[request.prefix :]
-        start = here.stop
-    return rows.flatten()
-
-
-def _key_rows(requests: Sequence[Request], cache: KVCache, kv_bound: int) -> torch.Tensor:
-    live = torch.cat([_places(cache, request) for request in requests])
-    dummies = max(0, kv_bound - live.numel())
-    return torch.cat([live, torch.full((dummies,), cache.dummy_row, device=HOST)])
-
-
-def _places(cache: KVCache, request: Request) -> torch.Tensor:
-    return cache.places(request.pages, request.prefix + request.length)
-
-
-def _upload(host: torch.Tensor, device: torch.device, buffer: torch.Tensor | None) -> torch.Tensor:
-    """Copies to the device without waiting for it; torch keeps pinned memory until that is done."""
-    if device.type != "cpu":
+    if device.type != "cpu":  # torch keeps pinned memory until the copies from it are done
         host = host.pin_memory()
-    if buffer is None:
-        return host.to(device, non_blocking=True)
-    buffer.view(-1)[: host.numel()].copy_(host, non_blocking=True)
-    return buffer
+    rows, kv_rows, table = _upload(host, parts, device, into)
+    ours = Slots(parts.of(host)[2], slots)
+    return Batch(bucket, tuple(requests), ours, Slots(table, slots), rows, kv_rows, paged)
+
+
+def _rows(
+    requests: Sequence[Request],
+    bucket: int,
+    cache: KVCache | None,
+    places: Sequence[memoryview],
+) -> Iterator[bytes | array[int] | memoryview]:
+    """The three rows, piece by piece: ids, positions, writes."""
+    padding = bucket - sum(request.length for request in requests)
+    if padding < 0:
+        raise ValueError(f"{bucket - padding} tokens do not fit {bucket} rows")
+    idle = bytes(ROW * padding)
+    yield from (x if isinstance(x, array) else array("q", x) for x in (r.ids for r in requests))
+    yield idle
+    yield from (_counted(r.prefix, r.prefix + r.length) for r in requests)
+    yield idle
+    if cache is None:
+        yield bytes(ROW * bucket)
+        return
+    dummy = array("q", [cache.dummy_row])
+    for request, mine in zip(requests, places, strict=True):
+        end = request.prefix + request.length
+        yield mine[ROW * request.prefix : ROW * end] if request.pages else dummy * request.length
+    yield dummy * padding
+
+
+_numbers = array("q")
+"""0, 1, 2, … as far as they were asked for: made once, since Python counts slowly."""
+
+
+def _counted(start: int, stop: int) -> memoryview:
+    """The numbers from `start` on, below `stop`."""
+    global _numbers
+    known = _numbers
+    if stop > len(known):
+        _numbers = known = array("q", range(max(stop, 2 * len(known), 1024)))
+    return memoryview(known)[start:stop]
+
+
+def _places(cache: KVCache, requests: Sequence[Request]) -> list[memoryview]:
+    """Each request's rows in the cache, prefix and new tokens in order, as bytes."""
+    pages = array("q", [page for request in requests for page in request.pages])
+    if not pages:
+        return [memoryview(b"")] * len(requests)
+    size = cache.page_size
+    first = torch.frombuffer(pages, dtype=torch.int64)[:, None] * size
+    rows = bytearray(ROW * size * len(pages))
+    into = torch.frombuffer(rows, dtype=torch.int64).view(-1, size)
+    torch.add(first, torch.arange(size, device=HOST), out=into)
+    found, begin = [], 0
+    for request in requests:
+        keys = request.prefix + request.length if request.pages else 0
+        found.append(memoryview(rows)[begin : begin + ROW * keys])
+        begin += ROW * size * len(request.pages)
+    return found
+
+
+def _key_rows(places: Sequence[memoryview], cache: KVCache, kv_bound: int) -> bytes:
+    live = b"".join(places)
+    return live + (array("q", [cache.dummy_row]) * (kv_bound - len(live) // ROW)).tobytes()
+
+
+def _upload(
+    host: torch.Tensor, parts: Parts, device: torch.device, into: Buffers | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, `kv_rows` and slots on the device, copied without waiting for it."""
+    if into is None:
+        return parts.of(host.to(device, non_blocking=True))
+    if not into.slots.numel():
+        into.flat.copy_(host[: parts.rows_end], non_blocking=True)
+        return into.rows, *parts.behind_rows(host[parts.rows_end :].to(device, non_blocking=True))
+    if parts.keys != into.kv_rows.numel():
+        raise ValueError(f"{parts.keys} keys' rows for a graph that takes {into.kv_rows.numel()}")
+    into.flat[: host.numel()].copy_(host, non_blocking=True)
+    return into.rows, into.kv_rows, into.slots

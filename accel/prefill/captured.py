@@ -72,7 +72,7 @@ def _on_all_ranks(
 def _origins(body: PackedBody, ground: Ground, buffers: Buffers) -> dict[int, str]:
     """By address: weights, and buffers of ours, which recorded work may write and nobody frees."""
     storage, module = ground.pool.backend.storage, body.model.module
-    ours = [ground.output, *buffers.tensors, *(body.cache.tensors if body.cache else ())]
+    ours = [ground.output, buffers.flat, *(body.cache.tensors if body.cache else ())]
     weights = dict.fromkeys((*module.parameters(), *module.buffers()), WEIGHT)
     return {
         storage(x).data_ptr(): kind for x, kind in (weights | dict.fromkeys(ours, OURS)).items()

@@ -31,7 +31,6 @@ from accel.prefill.flashinfer_kernels import (
     package,
 )
 from accel.prefill.flashinfer_sizes import plan_bytes, split_bytes
-from accel.prefill.slots import Slots, fill_slots
 
 _log = logging.getLogger("accel")
 UNUSED = 16
@@ -147,6 +146,8 @@ class FlashInferAttention:
         self._backend, self._room = backend, room
         self._batch: Batch | None = None
         self._planned: Any = None
+        self._known: tuple[bool, torch.Tensor] | None = None
+        """What is planned for: whether pages are read, and the numbers of all requests."""
         self._float_workspace, self._took = backend.workspace(room)
         self._wrappers: dict[tuple[AttentionGroup, bool], Wrapper] = {}
         if room.static:
@@ -155,17 +156,27 @@ class FlashInferAttention:
 
     def plan(self, batch: Batch) -> None:
         """As `Attention.plan`: on the current stream, without waiting for more of it than the plan
-        before this one."""
+        before this one. A plan depends on lengths and pages alone, and runs leave it as it is: for
+        the same ones it holds."""
+        self._batch = batch
+        if self._knows(batch):
+            return
         if self._planned is not None:
             # Its numbers leave a pinned buffer that is about to be overwritten.
             self._planned.synchronize()
-        tables = _tables(batch, self._room)
-        self._batch = batch
+        self._known = None
         try:
             for group in self._room.groups:
-                self._wrapper(group, batch.paged).plan(tables, batch.bucket)
+                self._wrapper(group, batch.paged).plan(batch)
+            self._known = batch.paged, batch.host.flat.clone()
         finally:
             self._planned = event_now(self._room.device)
+
+    def _knows(self, batch: Batch) -> bool:
+        if self._known is None:
+            return False
+        paged, numbers = self._known
+        return paged == batch.paged and torch.equal(numbers, batch.host.flat)
 
     def run(
         self,
@@ -236,14 +247,18 @@ class Wrapper:
         lengths = 4 * 32768 if self._paged else 0  # one that FlashInfer makes in any case
         return self._plan_bytes + lengths + sum(x.nbytes for x in self._buffers.values())
 
-    def plan(self, tables: Tables, rows: int) -> None:
-        """Plans a batch of at most `rows` rows. Every number that kernels would guess is given."""
-        group, host = self._group, tables.host
+    def plan(self, batch: Batch) -> None:
+        """Plans a batch. Every number that kernels would guess is given. Page numbers are those on
+        the device, so that their copy into a graph's buffer does not wait; without a graph they
+        stay where they are given, and nobody promises that kernels read them from any address."""
+        group, host = self._group, batch.host
         if not self._room.static:
-            self._make_room_for(rows, host.slots)
-        places: list[torch.Tensor | None] = [host.kv_indptr]
+            self._make_room_for(batch.bucket, host.slots)
+        places = [host.kv_indptr]
         if self._paged:
-            places = [host.page_indptr, tables.page_indices, host.last_page_len]
+            pages = batch.device.page_indices[: len(host.page_indices)]
+            pages = pages if self._room.static else pages.clone()
+            places = [host.page_indptr, pages, host.last_page_len]
         heads = [group.heads, group.kv_heads, group.head_dim]
         self.flashinfer.plan(
             host.q_indptr,
@@ -285,36 +300,6 @@ class Wrapper:
         workspace = torch.empty(needed, dtype=torch.uint8, device=self._room.device)
         self.flashinfer.reset_workspace_buffer(self._float_workspace, workspace)
         self._plan_bytes = needed
-
-
-@dataclass(frozen=True)
-class Tables:
-    """A batch's numbers as FlashInfer wants them: int32 on the host, and page numbers on the
-    device, so that their copy into a graph's buffer does not wait."""
-
-    host: Slots
-    page_indices: torch.Tensor | None
-
-
-def _tables(batch: Batch, room: Room) -> Tables:
-    """Pages are counted anew: a request may hold pages for tokens of later batches, and FlashInfer
-    takes the number of keys from the number of pages."""
-    host = batch.host
-    if batch.paged:
-        assert room.cache is not None, "a paged batch needs a cache"
-        size = room.cache.page_size
-        keys = [request.prefix + request.length for request in batch.requests]
-        host = fill_slots(
-            [request.length for request in batch.requests],
-            [request.prefix for request in batch.requests],
-            [r.pages[: -(-n // size)] for r, n in zip(batch.requests, keys, strict=True)],
-            slots=batch.slots,
-            page_size=size,
-        )
-    if room.device.type != "cpu":
-        host = Slots(host.flat.pin_memory(), host.slots)
-    pages = host.page_indices.to(room.device, non_blocking=True) if batch.paged else None
-    return Tables(host, pages)
 
 
 def _static_buffers(room: Room, paged: bool) -> dict[str, torch.Tensor]:

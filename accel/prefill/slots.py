@@ -6,9 +6,10 @@ zero: cumulative lengths stay at the last real value, it has no pages, its last 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
@@ -20,7 +21,8 @@ HOST = torch.device("cpu")
 class Slots:
     """int32 tensors, views of `flat`, all on the host or all on the device.
 
-    >>> host = fill_slots([3, 1], [16, 0], [(4, 7), (2,)], slots=3, page_size=16)
+    >>> numbers = fill_slots([3, 1], [16, 0], [(4, 7), (2,)], slots=3, page_size=16)
+    >>> host = Slots(torch.tensor(numbers, dtype=torch.int32), 3)
     >>> host.q_indptr.tolist(), host.kv_indptr.tolist()
     ([0, 3, 4, 4], [0, 19, 20, 20])
     >>> host.page_indptr.tolist(), host.page_indices.tolist(), host.last_page_len.tolist()
@@ -73,21 +75,28 @@ def fill_slots(
     *,
     slots: int,
     page_size: int,
-) -> Slots:
-    """The host's `Slots` of live requests, with sentinels up to `slots`. Raises ValueError if there
-    are more requests than slots."""
+) -> array[int]:
+    """What `Slots.flat` holds on the host, as int32: live requests, then sentinels up to `slots`.
+    Pages that a request holds for tokens of later batches are left out: kernels take the number of
+    keys from the number of pages. Raises ValueError if there are more requests than slots.
+
+    >>> fill_slots([3], [0], [(4, 7)], slots=2, page_size=16)
+    array('i', [0, 3, 3, 0, 3, 3, 0, 1, 1, 3, 0, 4])
+    """
     if len(lengths) > slots:
         raise ValueError(f"{len(lengths)} requests do not fit {slots} slots")
     idle = [0] * (slots - len(lengths))
     keys = [prefix + length for prefix, length in zip(prefixes, lengths, strict=True)]
-    last = [
-        (n - 1) % page_size + 1 if own else 0 for n, own in zip(keys, pages, strict=True)
-    ] + idle
-    numbers = [
-        *accumulate([*lengths, *idle], initial=0),
-        *accumulate([*keys, *idle], initial=0),
-        *accumulate([*map(len, pages), *idle], initial=0),
-        *last,
-        *(page for own in pages for page in own),
-    ]
-    return Slots(torch.tensor(numbers, dtype=torch.int32, device=HOST), slots)
+    used = [own[: -(-n // page_size)] for n, own in zip(keys, pages, strict=True)]
+    last = [(n - 1) % page_size + 1 if own else 0 for n, own in zip(keys, used, strict=True)]
+    return array(
+        "i",
+        (
+            *accumulate([*lengths, *idle], initial=0),
+            *accumulate([*keys, *idle], initial=0),
+            *accumulate([*map(len, used), *idle], initial=0),
+            *last,
+            *idle,
+            *chain.from_iterable(used),
+        ),
+    )

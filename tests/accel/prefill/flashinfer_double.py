@@ -82,7 +82,7 @@ class Wrapper:
         assert all(x.dtype == torch.int32 and x.device == self.device for x in buffers.values())
         self.most_rows: int | None = None
         self.options: dict[str, Any] = {}
-        self.runs = 0
+        self.runs = self.plans = 0
         self.double.wrappers.append(self)
 
     def reset_workspace_buffer(
@@ -111,7 +111,7 @@ class Wrapper:
         else:
             self.buffers = {name: table.to(self.device) for name, table in tables.items()}
         assert options["q_data_type"] == options["kv_data_type"] == options["o_data_type"]
-        self.rows, self.options = rows, options
+        self.rows, self.options, self.plans = rows, options, self.plans + 1
         self.double.in_flight.add(self)
 
     def _run(

@@ -128,18 +128,42 @@ def test_a_plan_names_every_number(double: Double) -> None:
 
 
 def test_planning_again_waits_for_the_plan_before(double: Double) -> None:
-    batch = pack([Request((1, 2))], 64, CPU)
-    attention = attention_for(batch)
+    attention = attention_for(pack([Request((1, 2))], 64, CPU))
     assert double.waits == 0
-    attention.plan(batch)
+    attention.plan(pack([Request((1,))], 64, CPU))
     assert double.waits == 1
-    attention.plan(batch)
+    attention.plan(pack([Request((1, 2))], 64, CPU))
     assert double.waits == 2
+
+
+def test_the_same_lengths_and_pages_are_planned_once(double: Double) -> None:
+    cache = KVCache([(2, 64, 64)], 128, torch.float16, CPU)
+    pages = cache.take(2), cache.take(2)
+    first, others = Request((1, 2, 3), 20, pages[0]), Request((7, 8, 9), 20, pages[0])
+    attention = attention_for(pack([first], 64, CPU, cache=cache), cache)
+    [wrapper] = double.wrappers
+    attention.plan(pack([others], 64, CPU, cache=cache))
+    assert wrapper.plans == 1
+    attention.plan(pack([replace(others, pages=pages[1])], 64, CPU, cache=cache))
+    assert wrapper.plans == 2
+    attention.plan(pack([replace(others, ids=(7, 8))], 64, CPU, cache=cache))
+    attention.plan(pack([replace(others, prefix=19)], 64, CPU, cache=cache))
+    attention.plan(pack([others, Request((4,), 20, pages[1])], 64, CPU, cache=cache))
+    assert wrapper.plans == 5
+
+
+def test_with_pages_is_another_plan_than_without(double: Double) -> None:
+    cache = KVCache([(2, 64, 64)], 128, torch.float16, CPU)
+    request = Request((1, 2, 3), 0, cache.take(1))
+    attention = attention_for(pack([request], 64, CPU, cache=cache), cache)
+    attention.plan(pack([request], 64, CPU, cache=cache, paged=True, kv_bound=64))
+    ragged, paged = double.wrappers
+    assert (ragged.plans, paged.plans) == (1, 1)
 
 
 def test_a_failed_plan_is_waited_for_too(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = pack([Request((1, 2))], 64, CPU)
-    attention = attention_for(batch)
+    attention = attention_for(pack([Request((1,))], 64, CPU))
     wrapper = double.wrappers[0]
     plan = wrapper.plan  # type: ignore[attr-defined]
 
@@ -147,14 +171,13 @@ def test_a_failed_plan_is_waited_for_too(double: Double, monkeypatch: pytest.Mon
         plan(*tables, **options)
         raise RuntimeError("out of workspace")
 
-    monkeypatch.setattr(wrapper, "plan", copies_and_fails)
-    with pytest.raises(RuntimeError):
-        attention.plan(batch)
-    monkeypatch.undo()
-    monkeypatch.setattr(wrapper, "plan", plan)
+    with monkeypatch.context() as patch:
+        patch.setattr(wrapper, "plan", copies_and_fails)
+        with pytest.raises(RuntimeError):
+            attention.plan(batch)
     assert wrapper in double.in_flight
-    attention._planned.synchronize()
-    assert wrapper not in double.in_flight
+    attention.plan(batch)  # it did not come about, so it is planned again
+    assert (wrapper.plans, double.waits) == (3, 2)
 
 
 def test_one_plan_per_group_and_batch(double: Double) -> None:
