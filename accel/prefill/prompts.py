@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,7 +26,7 @@ from accel.prefill.result import Handle
 class Prompt:
     """New token ids behind a cached prefix, and the pages of both once there are some."""
 
-    ids: list[int]
+    ids: array[int]
     prefix: Handle | None = None
     pages: tuple[int, ...] = ()
 
@@ -37,8 +39,9 @@ class Prompt:
         """The request for a piece of this prompt: what lies before it is cached by then. Pages for
         what comes later are not in it: the number of keys is told from them."""
         pages = cache.pages_for(self.cached + piece.stop) if cache else 0
-        ids = tuple(self.ids[piece.start : piece.stop])
-        return Request(ids, self.cached + piece.start, self.pages[:pages])
+        return Request(
+            self.ids[piece.start : piece.stop], self.cached + piece.start, self.pages[:pages]
+        )
 
 
 class Guests:
@@ -85,7 +88,7 @@ class Prompts:
         try:
             for prompt in self.prompts:
                 prompt.pages = _pages(cache, prompt)
-                whole = [*(prompt.prefix.ids if prompt.prefix else ()), *prompt.ids]
+                whole = prompt.prefix.ids + prompt.ids if prompt.prefix else prompt.ids
                 self.handles.append(Handle(cache, whole, prompt.pages))
         except BaseException:
             self.release()
@@ -141,28 +144,45 @@ def open_prompts(
         raise ValueError("no prompts: at least one list of token ids is needed")
     prefixes = _prefixes(len(prompts), prefix, cache)
     ids = [_ids(i, prompt, model.vocab_size) for i, prompt in enumerate(prompts)]
+    _check_range(ids, model.vocab_size)
     return Prompts([Prompt(mine, before) for mine, before in zip(ids, prefixes, strict=True)])
 
 
-def _ids(i: int, prompt: Sequence[int] | torch.Tensor, vocab_size: int) -> list[int]:
+def _ids(i: int, prompt: Sequence[int] | torch.Tensor, vocab_size: int) -> array[int]:
     if isinstance(prompt, (str, bytes)):
         raise ValueError(f"prompt {i} is a string: give token ids, tokenizer(text).input_ids")
     tokens: object = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
     if not isinstance(tokens, Iterable):
         raise ValueError(f"prompt {i} is {tokens!r}: a prompt is a list of token ids")
-    ids: list[int] = []
+    found = [*tokens]
+    if not found:
+        raise ValueError(f"prompt {i} is empty: a prompt has at least one token")
+    try:
+        return array("q", found)
+    except (TypeError, OverflowError) as error:
+        raise _objection(i, found, vocab_size) or error from None
+
+
+def _check_range(prompts: Sequence[array[int]], vocab_size: int) -> None:
+    """Raises ValueError for ids that are none. Looks at those of all prompts at once."""
+    low, high = torch.frombuffer(bytearray().join(prompts), dtype=torch.int64).aminmax()
+    if low.item() < 0 or high.item() >= vocab_size:
+        found = (_objection(i, ids, vocab_size) for i, ids in enumerate(prompts))
+        raise next(why for why in found if why is not None)
+
+
+def _objection(i: int, tokens: Iterable[Any], vocab_size: int) -> ValueError | None:
+    """What is wrong with the first of prompt `i`'s tokens with which something is."""
     for token in tokens:
         try:
-            ids.append(operator.index(token))
+            number = operator.index(token)
         except TypeError:
-            raise ValueError(f"prompt {i} holds {token!r}: token ids are whole numbers") from None
-    if not ids:
-        raise ValueError(f"prompt {i} is empty: a prompt has at least one token")
-    low, high = min(ids), max(ids)
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
-        raise ValueError(f"prompt {i} holds the id {wrong}: ids go from 0 to {vocab_size - 1}")
-    return ids
+            return ValueError(f"prompt {i} holds {token!r}: token ids are whole numbers")
+        if not 0 <= number < vocab_size:
+            return ValueError(
+                f"prompt {i} holds the id {number}: ids go from 0 to {vocab_size - 1}"
+            )
+    return None
 
 
 def _prefixes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ class Handle:
     it, `release()` gives its pages back, and so does the end of the last reference."""
 
     def __init__(self, cache: KVCache, ids: Sequence[int], pages: Sequence[int]) -> None:
-        self.cache, self.ids, self.pages = cache, tuple(ids), tuple(pages)
+        self.cache, self.ids, self.pages = cache, array("q", ids), tuple(pages)
         self.made_of: object = None
         """The weights and the state of the model that computed them."""
         self._asked_for = False

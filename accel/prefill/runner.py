@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import SupportsIndex
+from contextlib import AbstractContextManager
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -203,8 +204,7 @@ class PrefillRunner:
     def _alone(self) -> Iterator[None]:
         """One call at a time, after the device work of the one before it, without gradients or
         autocast, outside of inference mode, whose tensors could not be written later."""
-        plainly = torch.autocast(self._model.device.type, enabled=False)
-        with self._lock, torch.inference_mode(False), torch.no_grad(), plainly:
+        with self._lock, torch.inference_mode(False), torch.no_grad(), self._plainly():
             if self._closed:
                 raise ValueError("this prefill runner is closed: make another")
             if self._pool is None:
@@ -214,6 +214,13 @@ class PrefillRunner:
                 if self._model.ranks == 1:  # ranks capture anew together or not at all
                     self._pool.relieve()
                 yield
+
+    def _plainly(self) -> AbstractContextManager[Any]:
+        """Without autocast; nothing to do where there is none, which is quicker."""
+        kind = self._model.device.type
+        if torch.is_autocast_enabled(kind):
+            return torch.autocast(kind, enabled=False)
+        return contextlib.nullcontext()
 
     def _hidden(self, opened: Prompts, keep: bool = True) -> list[torch.Tensor]:
         """Hidden states of every prompt's own tokens, `[tokens, hidden]` each. What nobody is going

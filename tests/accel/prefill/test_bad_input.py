@@ -20,6 +20,7 @@ PROMPTS: dict[str, tuple[Any, str]] = {
     "none": ([], "no prompts"),
     "empty": ([[1], []], "prompt 1 is empty"),
     "too large an id": ([[1, 61]], "prompt 0 holds the id 61: ids go from 0 to 60"),
+    "an id beyond 64 bits": ([[1], [2, 2**70]], f"prompt 1 holds the id {2**70}: ids go from 0"),
     "a negative id": ([[1], [5, -1]], "prompt 1 holds the id -1"),
     "text": (["hello"], "prompt 0 is a string: give token ids"),
     "bytes": ([b"hello"], "prompt 0 is a string: give token ids"),
