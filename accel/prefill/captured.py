@@ -24,9 +24,12 @@ class Captured(Protocol):
 
     graph: BreakableGraph
     bucket: int
+    output: torch.Tensor
+    """`[bucket, hidden]`: where a replay leaves the hidden states. It keeps no memory alive: the
+    pool lends it to the other graphs, so it holds until the next of them runs or is captured."""
 
     def replay(self, requests: Sequence[Request]) -> None:
-        """Runs the body for `requests`; the hidden states are in the shared output buffer then."""
+        """Runs the body for `requests`."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -35,14 +38,13 @@ class Captured(Protocol):
 
 @dataclass
 class Ground:
-    """What all graphs of a runner share: the pool, and the output buffer `[max_tokens, hidden]`.
+    """What all graphs of a runner share: the pool, and how they are recorded.
 
     `automatic` has the op-level recorder find what cannot be recorded. Most bodies need it not, and
     it costs time an op; some upload a constant in the middle.
     """
 
     pool: Pool
-    output: torch.Tensor
     automatic: bool = False
 
 
@@ -72,7 +74,7 @@ def _on_all_ranks(
 def _origins(body: PackedBody, ground: Ground, buffers: Buffers) -> dict[int, str]:
     """By address: weights, and buffers of ours, which recorded work may write and nobody frees."""
     storage, module = ground.pool.backend.storage, body.model.module
-    ours = [ground.output, buffers.flat, *(body.cache.tensors if body.cache else ())]
+    ours = [buffers.flat, *(body.cache.tensors if body.cache else ())]
     weights = dict.fromkeys((*module.parameters(), *module.buffers()), WEIGHT)
     return {
         storage(x).data_ptr(): kind for x, kind in (weights | dict.fromkeys(ours, OURS)).items()
@@ -91,8 +93,8 @@ class BreakableBody:
         attending = Attending(body.groups, as_break(body.attend, pure=False, kind="attention"))
         with _on_all_ranks(body, ground, self.graph, self._buffers):
             hidden = body.model.body(batch.ids, batch.positions, attending)
-            ground.output[:bucket].copy_(hidden[0])
             self._check_breaks()
+        self.output = ground.pool.backend.alias(hidden[0])
 
     def _check_breaks(self) -> None:
         fired = sum(b.kind == "attention" for b in self.graph.breaks)
@@ -144,7 +146,8 @@ class FullBody:
         batch = self._load([self._largest()])
         batch.positions.zero_()
         with _on_all_ranks(body, ground, self.graph, self._buffers):
-            ground.output[:bucket].copy_(self._record(batch)[0])
+            hidden = self._record(batch)
+        self.output = ground.pool.backend.alias(hidden[0])
 
     def _largest(self) -> Request:
         cache, ids = self._body.cache, (0,) * self.bucket

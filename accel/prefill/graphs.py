@@ -1,7 +1,7 @@
 """The captured buckets of one runner: when they are captured, what drops them, what they take.
 
-Knows captured bodies by (bucket, paged). All of them share one pool and one output buffer; the
-largest is captured first, so that the others find their memory in what it left.
+Knows captured bodies by (bucket, paged). All of them share one pool; the largest is captured first,
+so that the others find their memory in what it left.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ Progress = Callable[[int, int, int], None]
 
 
 class Graphs:
-    """Captured bodies, made at first use. Used under the pool's lock.
-
-    `output` is `[max_tokens, hidden]`: where every graph leaves its hidden states.
-    """
+    """Captured bodies, made at first use. Used under the pool's lock."""
 
     def __init__(
         self, body: PackedBody, pool: Pool, ladder: Ladder, full: bool, report: PrefillReport
@@ -38,10 +35,8 @@ class Graphs:
         self._body, self.pool, self._ladder, self._full = body, pool, ladder, full
         self._report = report
         model = body.model
-        shape = ladder.largest, model.hidden_size
-        self.output = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self._ground = Ground(pool, self.output)
-        report.output_bytes = self.output.nbytes
+        self._ground = Ground(pool)
+        report.output_bytes = ladder.largest * model.hidden_size * model.dtype.itemsize
         self._guard = WeightGuard(model.module, pool.backend)
         self._captured: dict[tuple[int, bool], Captured] = {}
         self._failed: dict[tuple[int, bool], str] = {}

@@ -39,7 +39,7 @@ class MemoryPlan:
     buffers: int
     """Batch tensors of all graphs."""
     held: int
-    """Cache, output buffer and attention's workspace, taken at construction."""
+    """Cache and attention's workspace, taken at construction."""
     free: int
     """What the device has left, the allocator's spare memory included."""
 

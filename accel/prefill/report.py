@@ -58,6 +58,7 @@ class PrefillReport:
     buckets: list[BucketReport] = field(default_factory=list)
     cache_bytes: int = 0
     output_bytes: int = 0
+    """Hidden states of the largest batch: a result's copy of what graphs leave in the pool."""
     buffer_bytes: int = 0
     workspace_bytes: int = 0
     pool_bytes: int = 0

@@ -168,7 +168,7 @@ class PrefillRunner:
                 why = self.report.declined or f"mode={self.report.mode!r}"
                 raise ValueError(f"nothing is captured, so there is no plan: {why}")
             report, graphs = self.report, len(list(self._graphs.kinds()))
-            held = report.cache_bytes + report.output_bytes + report.workspace_bytes
+            held = report.cache_bytes + report.workspace_bytes
             return plan_for(self._body, self._ladder, self._pool, held, graphs)
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ class PrefillRunner:
             if isinstance(found, str):
                 return found
             found.replay(requests)
-            hidden = graphs.output[:tokens].clone()
+            hidden = found.output[:tokens].clone()
             if graphs.hold():
                 graphs.count(found, paged)
                 return hidden
