@@ -110,7 +110,7 @@ class Recording:
         self.graph = graph
         self.origins = dict(origins)
         """What the storages are that this recording has met, by address: OURS, or in words."""
-        self.known: set[int] = set()
+        self.known = {base for base, o in self.origins.items() if base and o == WEIGHT}
         """Addresses of device tensors that need no second look."""
         self.held = Held()
         self.effect: str | None = None
@@ -243,8 +243,8 @@ def capture(
 
     `automatic` finds and breaks ops that cannot be recorded; without it every break must be
     explicit (`eager_on_graph`, `break_graph`) and recording costs nothing an op. `origins` tells,
-    by address, what storages are that need not be held: ARGUMENT, WEIGHT. Raises what the body
-    raises, or `Refused`; the process and the pool stay usable.
+    by address, what storages are that need not be held: ARGUMENT, and WEIGHT for those on the
+    pool's device. Raises what the body raises, or `Refused`; the process and the pool stay usable.
 
     >>> x = torch.ones(2, device=device)
     >>> graph = BreakableGraph(Pool(device))

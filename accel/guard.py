@@ -136,7 +136,8 @@ class WeightGuard:
 
     `version` changes when any of them moves, appears, disappears or changes shape, stride or dtype;
     a graph is good for the version that it was recorded with. Values may change in place: a graph
-    reads them where they are. The weights themselves are not kept alive.
+    reads them where they are. The weights themselves are not kept alive. `storages` are the
+    addresses that they lie at, those `on` one device if it is given.
 
     >>> layer = torch.nn.Linear(2, 2, device=device)
     >>> guard = WeightGuard(layer, backend)
@@ -149,9 +150,9 @@ class WeightGuard:
     False
     """
 
-    def __init__(self, module: nn.Module | None, backend: Backend) -> None:
+    def __init__(self, module: nn.Module | None, backend: Backend, on: Any = None) -> None:
         self._module = weakref.ref(module) if module is not None else lambda: None
-        self._backend = backend
+        self._backend, self._on = backend, on
         self.version = 0
         self.opaque: str | None = None
         """Why the watch cannot be kept, in words: a weight hides what it is made of."""
@@ -235,7 +236,8 @@ class WeightGuard:
             self.opaque = f"a weight is a {type(tensor).__name__}, which hides what it wraps"
             return
         storage = self._backend.storage(tensor)
-        self.storages.add(storage.data_ptr())
+        if self._on in (None, tensor.device):
+            self.storages.add(storage.data_ptr())
         self._watches.append(weakref.ref(storage, self._deaths.append))
 
     def _take(self) -> tuple[Any, ...]:

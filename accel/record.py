@@ -36,6 +36,8 @@ _COPIES = {aten._to_copy.default, aten.copy_.default, aten.copy.default}
 _RUNNING_STATISTICS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default}
 """Their schemas hide that they write arguments 3 and 4 where argument 5, `training`, is true."""
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}
+_TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
+_NO_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 
 
 class Rule(NamedTuple):
@@ -47,6 +49,8 @@ class Rule(NamedTuple):
 
     plain: bool
     """Recordable as it is when all its tensors lie on the device."""
+    call: Callable[..., Any]
+    """The op itself, for overloads without the Python frame around it."""
     composite: bool = False
     lifts: bool = False
     unrecordable: Callable[[Any, Any], bool] | None = None
@@ -71,7 +75,7 @@ def _to_host(args: Any, kwargs: Any) -> bool:
 @functools.cache
 def _rule_for(func: Any) -> Rule:
     if not isinstance(func, torch._ops.OpOverload):
-        return Rule(plain=True)
+        return Rule(plain=False, call=func)
     unrecordable = None
     if func.overloadpacket in _INDEXING:  # tagged as if every index were a mask
         unrecordable = _with_mask
@@ -89,7 +93,8 @@ def _rule_for(func: Any) -> Rule:
     draws = any(argument.name == "generator" for argument in func._schema.arguments)
     random = draws or Tag.nondeterministic_seeded in func.tags
     plain = not (composite or lifts or unrecordable or writes or random)
-    return Rule(plain, composite, lifts, unrecordable, writes, random)
+    call = func._op if type(func) is torch._ops.OpOverload else func
+    return Rule(plain, call, composite, lifts, unrecordable, writes, random)
 
 
 def _is_composite(func: torch._ops.OpOverload) -> bool:
@@ -155,24 +160,26 @@ class OpRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         if self._recording.paused:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs or {})
         if types and not self._plain.issuperset(types):
             return NotImplemented
         rule = self._rules.get(id(func)) or self._learned(func)  # to hash an op takes Python code
         if rule.composite:
             with self:
-                return func.decompose(*args, **kwargs)
+                return func.decompose(*args, **kwargs or {})
         if rule.lifts:  # how torch.tensor(data) announces what it built
             self._recording.adopt([args[0]])
-        self._graph.operations += 1
-        if self._graph.operations % SEGMENT_OPERATIONS == 0 and self._pool.may_cut:
+        graph = self._graph
+        graph.operations += 1
+        if graph.operations % SEGMENT_OPERATIONS == 0 and self._pool.may_cut:
             self._recording.cut()
-        device, host = self._look_at([*args, *kwargs.values()] if kwargs else args)
-        if host or not rule.plain:
-            return self._run_with_care(func, rule, args, kwargs, device, host)
-        return self._run(func, args, kwargs)
+        kwargs = kwargs or {}
+        if not rule.plain or self._is_new(args) or (kwargs and self._is_new(kwargs.values())):
+            device, host = self._look_at([*args, *kwargs.values()])
+            if host or not rule.plain:
+                return self._run_with_care(func, rule, args, kwargs, device, host)
+        return self._run(func, rule.call, args, kwargs)
 
     def _learned(self, func: Any) -> Rule:
         rule = _rule_for(func)
@@ -181,19 +188,33 @@ class OpRecorder(TorchDispatchMode):
         self._rules[id(func)] = rule
         return rule
 
-    def _look_at(self, args: Iterable[Any]) -> tuple[bool, bool]:
-        """Whether there are device tensors and host tensors among `args`; notes new ones."""
-        device = host = False
+    def _is_new(self, args: Iterable[Any]) -> bool:
+        """Whether there may be tensors among an op's `args` that were not met before. What most
+        ops take is told at a glance: a list with a number in front holds nothing else."""
         known, address = self._known, self._address
         for x in args:
             kind = type(x)
+            if kind is _TENSOR or kind is _PARAMETER:
+                if address(x) not in known:
+                    return True
+            elif kind is list or kind is tuple:
+                if x and type(x[0]) is not int and self._is_new(x):
+                    return True
+            elif kind not in _NO_TENSORS:
+                return True
+        return False
+
+    def _look_at(self, args: Iterable[Any]) -> tuple[bool, bool]:
+        """Whether there are device tensors and host tensors among `args`; notes new ones."""
+        device = host = False
+        for x in args:
             # Some subclasses (GGUF's) are tensors like any other and come by here.
-            if kind is torch.Tensor or isinstance(x, torch.Tensor):
-                if address(x) not in known and self._is_host(x):
+            if isinstance(x, torch.Tensor):
+                if self._address(x) not in self._known and self._is_host(x):
                     host = True
                 else:
                     device = True
-            elif kind is list or kind is tuple:
+            elif type(x) in (list, tuple):
                 in_device, in_host = self._look_at(x)
                 device, host = device or in_device, host or in_host
         return device, host
@@ -221,10 +242,10 @@ class OpRecorder(TorchDispatchMode):
         self._recording.held.hold(storage)
         return "a tensor that outlives the call"
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Records an op and notes what it makes."""
         try:
-            out = func(*args, **kwargs)
+            out = call(*args, **kwargs)
         except RuntimeError as error:
             if "generator not in capture mode" in str(error):  # it draws: no harm was done
                 return self._recording.run_break(func, args, kwargs, pure=True)
@@ -232,7 +253,7 @@ class OpRecorder(TorchDispatchMode):
                 self._pool.unrecordable.add(func)
             raise
         for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, torch.Tensor):
+            if type(x) is _TENSOR or isinstance(x, _TENSOR):
                 if x.is_cpu:
                     self._recording.adopt([x])
                 else:
@@ -257,7 +278,7 @@ class OpRecorder(TorchDispatchMode):
             args, kwargs = map_tree(lambda x: self._uploaded(func, x), (args, kwargs))
         elif host and func in _COPIES and target is not None and target.type != "cpu":
             func, args, kwargs = aten.clone.default, (self._constant(func, *args, **kwargs),), {}
-        return self._run(func, args, kwargs)
+        return self._run(func, func, args, kwargs)
 
     def _uploaded(self, func: Any, x: Any) -> Any:
         """Host tensors among device tensors: an op would copy them itself. Those of no dimension

@@ -58,7 +58,8 @@ class Entry:
     """
 
     report: PartReport
-    seen: int = 0
+    seen: bool = False
+    """Whether it has had the eager call that comes before a recording."""
     variants: list[Recorded] = field(default_factory=list)
     barred: float = 0
     """Calls to come that are not recorded, and why."""
@@ -108,7 +109,7 @@ class GraphRunner:
     only where it is equal. `remember` is called before a recording, after `probe`, and what it
     returns if that fails: to put back what the call has changed of the module. `veto` says in words
     why nothing may be recorded just now, or None; it is asked before eager calls and recordings,
-    not replays.
+    not replays, and told what `probe` has just returned, if it was asked.
     `capture` is "auto" (record what gains) or "always". Counters and reasons are in `report`. Any
     thread may call. Raises what `function` raises, nothing else.
 
@@ -129,13 +130,13 @@ class GraphRunner:
         module: nn.Module | None = None,
         capture: Literal["auto", "always"] = "auto",
         probe: Callable[[], Any] = lambda: None,
-        veto: Callable[[], str | None] = lambda: None,
+        veto: Callable[..., str | None] = lambda *seen: None,
         remember: Callable[[], Callable[[], None]] = lambda: lambda: None,
     ) -> None:
         self.function, self.pool, self.capture = function, pool, capture
         self.report = PartReport(name, type(function if module is None else module).__name__)
         self.entries: dict[Any, Entry] = {}
-        self._backend, self._guard = pool.backend, WeightGuard(module, pool.backend)
+        self._backend, self._guard = pool.backend, WeightGuard(module, pool.backend, pool.device)
         self._probe, self._veto, self._remember = probe, veto, remember
         self._missed_in: Counter[type[nn.Module] | None] = Counter()
         self._values: dict[Any, list[set[Any]]] = {}
@@ -218,13 +219,13 @@ class GraphRunner:
         if entry.barred:
             entry.barred -= 1
             return entry.barred_for
+        if entry.seen:
+            return None
         if (vetoed := self._veto()) is not None:
             return vetoed
-        if self._calls == 1:
-            entry.seen += self.capture == "always"
-            return "first call of the module"
-        entry.seen += 1
-        return FIRST_OF_SIGNATURE if entry.seen == 1 else None
+        first = self._calls == 1
+        entry.seen = not first or self.capture == "always"
+        return "first call of the module" if first else FIRST_OF_SIGNATURE
 
     def _eager(self, reason: str, call: Any) -> Any:
         self.report.eager(reason)
@@ -276,7 +277,6 @@ class GraphRunner:
         return result
 
     def _replay_or_record(self, entry: Entry, key: Signature, call: Any) -> Any:
-        asked = not entry.variants  # for a veto; a replay is not worth the question
         self._drop_stale(entry)
         missed: GuardMiss | None = None
         for variant in entry.variants[:]:
@@ -286,14 +286,14 @@ class GraphRunner:
                 self.report.guard_misses += 1
                 missed = miss
         if missed is None or self._drop_stale(entry):  # weights moved, their old memory in use
-            return self._record(entry, key, call, asked)
+            return self._record(entry, key, call)
         if self._breaks_more_for(missed):
-            return self._record(entry, key, call, asked)
+            return self._record(entry, key, call)
         entry.misses += 1
         entry.decline_if_fruitless(1, f"no two calls agree: {missed}")
         if entry.misses % 2 or entry.barred:  # a lazy cache may have been filled: once more eagerly
             return self._eager(str(missed), call)
-        return self._record(entry, key, call, asked)
+        return self._record(entry, key, call)
 
     def _breaks_more_for(self, missed: GuardMiss) -> bool:
         """Counts where guards miss; modules of a class in which they keep missing become breaks,
@@ -373,12 +373,14 @@ class GraphRunner:
             self.report.changes[what] += 1
             raise GuardMiss(f"changed since the recording: {what}")
 
-    def _record(self, entry: Entry, key: Signature, call: Any, asked: bool) -> Any:
-        reason = entry.barred_for if entry.barred else None if asked else self._veto()
-        if reason is not None:
-            return self._eager(reason, call)
-        self.pool.make_room()
+    def _record(self, entry: Entry, key: Signature, call: Any) -> Any:
+        if entry.barred:
+            return self._eager(entry.barred_for, call)
         pool, state = self.pool, self._state()
+        if (vetoed := self._veto(state[2])) is not None:
+            entry.seen = False
+            return self._eager(vetoed, call)
+        pool.make_room()
         undo, learned = self._remember(), (len(pool.unrecordable), pool.may_cut)
         live = self._backend.live_blocks(pool.id)
 

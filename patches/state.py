@@ -80,13 +80,14 @@ class StateProbe:
 
         return put_back
 
-    def veto(self) -> str | None:
-        """Why nothing may be recorded just now, in words; None if nothing speaks against it."""
+    def veto(self, seen: Seen | None = None) -> str | None:
+        """Why nothing may be recorded just now, in words; None if nothing speaks against it. What
+        the probe has just `seen` spares another look."""
         module = self._module()
         if module is None:
             return "the module is gone"
-        watch = self._watch if self._watch is not None and self._watch.untouched() else None
-        if watch is None:
+        watch = self._watch
+        if watch is None or (seen is None and not watch.untouched()):
             return _veto(all_modules(module))
         if self._vetoed[0] is not watch:  # as long as nothing is touched, the answer is the same
             self._vetoed = watch, _veto(watch.modules)

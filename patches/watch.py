@@ -29,8 +29,10 @@ from accel.patches.attributes import (
 from accel.patches.forward import PatchedMethod
 from accel.signature import identities
 
+_UNREAD = OF_TORCH - {"_parameters", "_buffers", "_modules", *HOOKS}
 _TENSORS_AND_LAYERS = ("_parameters", "_buffers", "_modules")
 _KEPT_BOXES = (list, dict, set, deque)
+_OPENED = (*_KEPT_BOXES, tuple, frozenset)
 
 
 class Watch:
@@ -49,49 +51,51 @@ class Watch:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.modules = modules
-        self._torchs = [m.__dict__ for m in modules if type(m).__module__.startswith("torch.")]
+        torchs = [m.__dict__ for m in modules if type(m).__module__.startswith("torch.")]
         owns = of_others(modules)
         self._helpers = helpers(owns)
-        owns += [vars(x) for x in self._helpers]
-        self._owns = [(own, dict(own)) for own in owns]
+        helps = [vars(x) for x in self._helpers]
+        self._owns = [(own, dict(own)) for own in owns + helps]
+        # Of torch's layers their settings: a convolution's padding mode, a norm's epsilon.
+        watched = [(d, name) for d in torchs for name in d.keys() - OF_TORCH]
+        watched += [(d, name) for d in owns for name in d.keys() - _UNREAD]
+        watched += [(d, name) for d in helps for name in d]
+        self._places = list(zip(*watched, strict=True)) or [(), ()]
+        self._set_to = [d[name] for d, name in watched]
+        self._dicts, self._kinds = torchs + owns + helps, set(map(type, modules))
         hooks = [m.__dict__.get(name) for m in modules for name in HOOKS]
         self._hooks = [box for box in hooks if box is not None]
         self._registries = [r for d in owns if (r := d.get(REGISTRY)) is not None]
-        found = [item for _, own in self._owns for item in own.items()]
+        found = [item for own in owns + helps for item in own.items()]
         self._boxes = [x for name, x in found if name not in OF_TORCH and is_box(x)]
-        self._insides = [(box, copy.copy(box)) for box in _containers(self._boxes)]
-        # Settings of torch's layers: a convolution's padding mode, a norm's epsilon.
-        settings = [(d, name, d.get(name)) for d in self._torchs for name in d.keys() - OF_TORCH]
-        self._settings = tuple(zip(*settings, strict=True)) if settings else ((), (), ())
-        self._children = [m._modules for m in modules]
-        self._kinds = set(map(type, modules))
+        reached = _reached(self._boxes)
+        kept = [x for x in reached if isinstance(x, _KEPT_BOXES)]
+        self._insides = [(box, copy.copy(box)) for box in kept]
+        self._others = [x for x in reached if not isinstance(x, _OPENED)]
+        self._families = _Contents([m._modules for m in modules])
+        self._in_boxes, self._values = _Contents(kept), _values_of(self._boxes)
         self._seen = self._look()
 
     def _look(self) -> tuple[Any, ...]:
         seen: list[Any] = []  # what is watched is held by its owner, or was replaced: then it shows
         return (
-            list(map(len, self._torchs)),
-            [attributes.get("training") for attributes in self._torchs],
+            list(map(len, self._dicts)),
             list(map(type, self.modules)),
             list(map(type, self._helpers)),
             [getattr(kind, "forward", None) for kind in self._kinds],
-            [tuple(hook) for hook in self._hooks if hook],
+            list(map(tuple, filter(None, self._hooks))),
             [hooks_of_registry(registry, seen) for registry in self._registries],
-            [value_of(box, DEPTH, seen) for box in self._boxes],
-            [tuple(map(id, family.values())) for family in self._children if family],
+            _values_of(self._others),
         )
 
     def untouched(self) -> bool:
         """Whether no object was replaced, no container changed. It may err on the side of no; then
         the state is read again."""
-        layers, names, set_to = self._settings
         return (
-            all(
-                len(own) == len(was) and all(map(operator.is_, own.values(), was.values()))
-                for own, was in self._owns
-            )
-            and all(map(operator.is_, map(dict.get, layers, names), set_to))
+            all(map(operator.is_, map(dict.get, *self._places), self._set_to))
+            and self._families.are_the_same()
             and self._look() == self._seen
+            and (self._in_boxes.are_the_same() or _values_of(self._boxes) == self._values)
         )
 
     def put_back(self) -> None:
@@ -99,7 +103,7 @@ class Watch:
         changed them, and is going to be made again."""
         for box, before in [*self._owns, *self._insides]:
             _fill_again(box, before)
-        for layer, name, setting in zip(*self._settings, strict=True):
+        for layer, name, setting in zip(*self._places, self._set_to, strict=True):
             now = layer.get(name)
             if now is not setting and not isinstance(now or setting, PatchedMethod):
                 layer[name] = setting
@@ -154,13 +158,49 @@ def _plain(box: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in box.items() if not isinstance(x, PatchedMethod)}
 
 
-def _containers(boxes: Iterable[Any], depth: int = DEPTH) -> list[Any]:
-    """The lists, dicts and sets among `boxes` and in them, each once."""
+class _Contents:
+    """What is in dicts, lists and sets, compared by identity, and without a step of Python for
+    each: there are thousands, and every replay asks.
+
+    >>> box = {"a": [1]}
+    >>> contents = _Contents([box])
+    >>> contents.are_the_same()
+    True
+    >>> box["a"] = [1]
+    >>> contents.are_the_same()
+    False
+    """
+
+    def __init__(self, boxes: list[Any]) -> None:
+        self._boxes, self._sizes = boxes, list(map(len, boxes))
+        filled = [box for box in boxes if box]  # an empty one is told by its size
+        self._iterables = [*filled, *(box.values() for box in filled if isinstance(box, dict))]
+        self._items = list(itertools.chain.from_iterable(self._iterables))
+
+    def are_the_same(self) -> bool:
+        """Whether everything is where it was."""
+        items = itertools.chain.from_iterable(self._iterables)
+        sizes = list(map(len, self._boxes))
+        return sizes == self._sizes and all(map(operator.is_, items, self._items))
+
+
+def _values_of(boxes: list[Any]) -> list[Any]:
+    seen: list[Any] = []  # held by their owners, or were replaced: then it shows
+    return [value_of(box, DEPTH, seen) for box in boxes]
+
+
+def _reached(boxes: Iterable[Any]) -> list[Any]:
+    """What can change among `boxes` and in those among them that can be opened, each once."""
     found: dict[int, Any] = {}
     level = list(boxes)
-    for _ in range(depth):
-        news = {id(x): x for x in level if isinstance(x, _KEPT_BOXES) and id(x) not in found}
+    for _ in range(DEPTH + 1):
+        news = {id(x): x for x in level if id(x) not in found and _can_change(x)}
         found |= news
-        inside = (x.values() if isinstance(x, dict) else x for x in news.values())
+        opened = (x for x in news.values() if isinstance(x, _OPENED))
+        inside = (x.values() if isinstance(x, dict) else x for x in opened)
         level = list(itertools.chain.from_iterable(inside))
     return list(found.values())
+
+
+def _can_change(x: Any) -> bool:
+    return is_box(x) or isinstance(x, frozenset) or type(x).__name__ == "HookRegistry"

@@ -205,8 +205,8 @@ class TestRules:
         assert _rule_for(aten.bernoulli_.float).random
         assert not _rule_for(aten.add.Tensor).random
 
-    def test_what_is_no_op_is_plain(self) -> None:
-        assert _rule_for(len) == Rule(plain=True)
+    def test_what_is_no_op_is_looked_at_with_care(self) -> None:
+        assert _rule_for(len) == Rule(plain=False, call=len)
 
 
 def seven_ops(x: Tensor) -> Tensor:

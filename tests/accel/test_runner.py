@@ -66,7 +66,7 @@ class TestWhen:
 
     def test_a_veto_keeps_from_recording(self, runner: MakeRunner, x: Tensor) -> None:
         reason: list[str | None] = ["offload is on"]
-        watched = runner(double, veto=lambda: reason[0])
+        watched = runner(double, veto=lambda *seen: reason[0])
         with torch.no_grad():
             for _ in range(3):
                 watched(x)
