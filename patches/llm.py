@@ -84,6 +84,7 @@ class TransformersModel:
         self._rotary = [m for m in self._decoder.modules() if hasattr(m, "rope_type")]
         self.position_limit = _position_limit(config, self._rotary)
         self.horizon = _horizon(config)
+        self.stages: Sequence[nn.Module] = _stages_of(self._decoder)
         self._probe = StateProbe(model)
         self._lock = _locks.setdefault(self._decoder, threading.RLock())
         self._capped = False
@@ -216,6 +217,14 @@ def _decoder_of(model: Any) -> Any:
     if is_part and embeddings in decoder.modules():  # else it may be a head of that name
         return decoder
     return next((m for m in model.children() if embeddings in [*m.modules()][1:]), model)
+
+
+def _stages_of(module: nn.Module) -> list[nn.Module]:
+    """The outermost lists of modules: a decoder's layers, among them."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        found += child if isinstance(child, nn.ModuleList) else _stages_of(child)
+    return found
 
 
 def _padded(states: torch.Tensor, length: int) -> torch.Tensor:

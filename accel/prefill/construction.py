@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from accel.prefill.attention import AttentionBackend, AttentionGroup, Unsupported
-from accel.prefill.batch import Request
 from accel.prefill.buckets import Ladder
 from accel.prefill.choice import choose
 from accel.prefill.kv_cache import KVCache
@@ -20,7 +19,7 @@ from accel.prefill.model import PrefillModel
 from accel.prefill.packed_body import PackedBody
 from accel.prefill.reference_attention import ReferenceBackend
 from accel.prefill.report import PrefillReport
-from accel.prefill.self_test import LONG, TAIL, batches_for, mismatch
+from accel.prefill.self_test import SelfTest
 
 MODES = ("breakable", "full", "eager")
 
@@ -140,44 +139,9 @@ def _cache(setup: Setup, groups: Sequence[AttentionGroup], report: PrefillReport
 
 
 def _self_test(body: PackedBody, ladder: Ladder) -> str | None:
-    model = body.model
-
-    def packed(prompts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
-        lengths = [len(prompt) for prompt in prompts]
-        batch = body.pack([Request(tuple(prompt)) for prompt in prompts], ladder.rows(sum(lengths)))
-        hidden: torch.Tensor = body.eager(batch)[: sum(lengths)]
-        return list(hidden.split(lengths))
-
-    def chunked(prompts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
-        return [_in_chunks(body, ladder, prompt) for prompt in prompts]
-
     try:
-        batches = batches_for(model, ladder.largest)
-        found = (mismatch(model, prompts, packed, "packed") for prompts in batches)
-        why, prompts = next((why for why in found if why is not None), None), batches[0]
-        if why is None and body.cache is not None:
-            limit = min(body.cache.rows, model.position_limit or body.cache.rows)
-            long = min(limit, max(LONG, model.horizon + TAIL))
-            prompt = (prompts[1] * long)[:long] if len(prompts) > 1 else prompts[0]
-            why = mismatch(model, [prompt], chunked, "in chunks")
-        return why
+        return SelfTest(body, ladder).objection()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         return f"self-test: {type(error).__name__}: {error}".partition("\n")[0]
-
-
-def _in_chunks(body: PackedBody, ladder: Ladder, prompt: Sequence[int]) -> torch.Tensor:
-    """One prompt's hidden states, its keys and values cached chunk by chunk."""
-    cache = body.cache
-    assert cache is not None
-    pages = cache.take(cache.pages_for(len(prompt)))
-    chunk = max(1, min(ladder.largest, len(prompt) // 2))
-    states = []
-    for start in range(0, len(prompt), chunk):
-        ids = tuple(prompt[start : start + chunk])
-        mine = pages[: cache.pages_for(start + len(ids))]
-        batch = body.pack([Request(ids, start, mine)], ladder.rows(len(ids)))
-        states.append(body.eager(batch)[: len(ids)].clone())
-    cache.release(pages)
-    return torch.cat(states)

@@ -37,6 +37,9 @@ class PrefillModel(Protocol):
     horizon: int
     """The longest stretch of tokens after which attention may look different (a window, a chunk):
     the self-test goes beyond it. 0 if there is none."""
+    stages: Sequence[nn.Module]
+    """Modules that the hidden states `[..., tokens, hidden]` of all tokens go through one after the
+    other, as their first tensor: the self-test looks between them. None are needed."""
     module: nn.Module
     """Whose weights and structure graphs depend on."""
 

@@ -81,6 +81,7 @@ class TinyModel:
             torch.manual_seed(0)
             self.module = Decoder(windows).eval()
         self.module.to(device)
+        self.stages = list(self.module.layers)
         self.bodies = 0
         self.fails_in_capture: type[Exception] | None = None
         self.setting = 0
