@@ -143,8 +143,9 @@ def open_prompts(
     if not len(prompts):
         raise ValueError("no prompts: at least one list of token ids is needed")
     prefixes = _prefixes(len(prompts), prefix, cache)
-    ids = [_ids(i, prompt, model.vocab_size) for i, prompt in enumerate(prompts)]
-    _check_range(ids, model.vocab_size)
+    vocab_size = model.vocab_size
+    ids = [_ids(i, prompt, vocab_size) for i, prompt in enumerate(prompts)]
+    _check_range(ids, vocab_size)
     return Prompts([Prompt(mine, before) for mine, before in zip(ids, prefixes, strict=True)])
 
 
