@@ -147,7 +147,8 @@ class SelfTest:
             rounding = 4 * added + size / 2
         allowed = rounding * unit(self._model)
         # Of padding tokens alone all can be zeros.
-        return ((_by_token(came) - own).norm(dim=-1) / allowed.clamp(min=1e-30)).to(HOST)
+        excess: torch.Tensor = (_by_token(came) - own).norm(dim=-1) / allowed.clamp(min=1e-30)
+        return excess.to(HOST)
 
     def _packed(self, prompts: Sequence[Prompt]) -> Iterator[Batch]:
         rows = self._ladder.rows(sum(map(len, prompts)))
