@@ -2,8 +2,9 @@
 
 The decoder's body runs on meta tensors, which have shapes and no memory: no weight is loaded, and
 a card is needed only to say what is free on it. Graphs of all buckets share the memory of the
-largest, so a ceiling takes the activations of one forward of that size, and an output buffer. Not
-in it: attention's temporaries and workspaces of libraries, for which `LIBRARIES` is set aside.
+largest, so a ceiling takes the activations of one forward of that size, and a result's hidden
+states. Not in it: attention's temporaries and workspaces of libraries, for which `LIBRARIES` is set
+aside.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ LIBRARIES = 512 * 2**20
 def plan(
     model: LanguageModel, where: Placement, max_tokens: int, trust: Trust | None = None
 ) -> dict[str, Any]:
-    """Bytes of weights, and for every ceiling up to `max_tokens` bytes of activations, of the
-    output buffer, of everything, and whether that `fits` beside `LIBRARIES` in what is free on the
+    """Bytes of weights, and for every ceiling up to `max_tokens` bytes of activations, of a result's
+    hidden states, of everything, and whether that `fits` beside `LIBRARIES` in what is free on the
     device now (None without a card). Raises `AccelError` where a model runs on no meta tensors."""
     try:
         empty = _without_weights(model, where, trust or Trust())

@@ -29,7 +29,7 @@ def print_plan(result: dict[str, Any]) -> None:
     """Draws what `prefill_plan.plan` told: a row a ceiling, then what there is room for."""
     console = new_console()
     say(console, f"{result['model']}, {result['dtype']}: weights {_size(result['weight_bytes'])}")
-    table = Table("graphs up to", "activations", "shared output", "with weights", "room here")
+    table = Table("graphs up to", "activations", "hidden states", "with weights", "room here")
     for row in result["ceilings"]:
         names = ("activation_bytes", "output_bytes", "total_bytes")
         room = {True: "yes", False: "NO", None: "-"}[row["fits"]]
@@ -118,7 +118,7 @@ def _graphs(report: dict[str, Any]) -> Iterator[str]:
         seconds = sum(bucket["seconds"] for bucket in report["buckets"])
         yield (
             f"captured {_count(len(report['buckets']), 'graph')} in {seconds:.2f} s; pool "
-            f"{_size(report['pool_bytes'])}, shared output {_size(report['output_bytes'])}, "
+            f"{_size(report['pool_bytes'])}, hidden states {_size(report['output_bytes'])}, "
             f"buffers {_size(report['buffer_bytes'])}"
         )
     # In mode eager every pass is, and that is no news.

@@ -18,13 +18,14 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from prefill_measures import breakdown, capturing, piecewise, sameness, timing
 from prefill_measures.memory import Meter, memory
-from prefill_measures.prompts import Prompts, random_prompts
+from prefill_measures.prompts import Prompts, one_token_aside, random_prompts
 from prefill_measures.ways import MODES, NO_GRAPHS, WAYS, Options, Ways
 from result_file import write
 
@@ -137,7 +138,9 @@ def times(session: Session, ways: Ways) -> None:
         row |= {"lengths": lengths} if len(lengths) > 1 else {}
         row |= {"bucket": ladder.bucket(tokens), "attention": ways.attention}
         warm_up, counted = rounds[: options.warm_up], rounds[options.warm_up :]
-        row |= timing.row(ways, warm_up, counted, session.device)
+        row |= timing.row(
+            ways, warm_up, counted, session.device, partial(one_token_aside, ladder=ladder)
+        )
         if options.breakdown and "failed" not in row:
             row["breakdown"] = {
                 name: breakdown.breakdown(run, counted[0], session.device)

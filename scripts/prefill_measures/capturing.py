@@ -30,7 +30,7 @@ def captures(model: Any, mode: str, options: Options) -> dict[str, Any]:
             report = runner.report
             parts = {
                 "pool": report.pool_bytes,
-                "shared output": report.output_bytes,
+                "hidden states": report.output_bytes,
                 "batch tensors": report.buffer_bytes,
                 "attention workspace": report.workspace_bytes,
             }

@@ -14,6 +14,8 @@ from accel.pipelines.machine import synchronize
 from prefill_measures.prompts import Prompts
 from prefill_measures.ways import NO_GRAPHS, TRANSFORMERS, Run, Ways
 
+Beside = Callable[[Prompts], Prompts]
+
 
 def timed(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Milliseconds until the host is done, and until the device is, from an idle device on."""
@@ -26,14 +28,20 @@ def timed(run: Callable[[], object], device: torch.device) -> tuple[float, float
 
 
 def in_turns(
-    runs: Mapping[str, Run], rounds: Sequence[Prompts], device: torch.device
+    runs: Mapping[str, Run],
+    rounds: Sequence[Prompts],
+    device: torch.device,
+    beside: Beside = lambda prompts: prompts,
 ) -> dict[str, list[tuple[float, float]]]:
-    """`timed` of each way, once for the prompts of every round; another one begins each round."""
+    """`timed` of each way, once for the prompts of every round; another one begins each round.
+    Before it is timed, a way reads what lies `beside` the prompts: what it keeps of the lengths
+    that it has read is nothing to the next."""
     names = list(runs)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number, prompts in enumerate(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
+            runs[name](beside(prompts))
             found[name].append(timed(partial(runs[name], prompts), device))
     return found
 
@@ -56,12 +64,16 @@ def warmed(
 
 
 def row(
-    ways: Ways, warm_up: Sequence[Prompts], rounds: Sequence[Prompts], device: torch.device
+    ways: Ways,
+    warm_up: Sequence[Prompts],
+    rounds: Sequence[Prompts],
+    device: torch.device,
+    beside: Beside,
 ) -> dict[str, Any]:
     """Medians of one batch, in milliseconds, and what they are to each other."""
     runs, failed = warmed(ways.runs, warm_up, device)
     before = {name: _counts(ways, name) for name in runs}
-    samples = in_turns(runs, rounds, device) if runs else {}
+    samples = in_turns(runs, rounds, device, beside) if runs else {}
     wall = {name: statistics.median(w for _, w in found) for name, found in samples.items()}
     host = {name: statistics.median(h for h, _ in found) for name, found in samples.items()}
     spread = {

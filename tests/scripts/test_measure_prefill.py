@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from accel.pipelines import zoo_language
+from accel.prefill.buckets import Ladder
 from tests.patches.llm_families import prompts_of, tiny_lm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import measure_prefill as script
 from prefill_measures import breakdown, capturing, memory, piecewise, timing, ways
+from prefill_measures.prompts import one_token_aside, random_prompts
 
 Measure = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -105,8 +107,19 @@ def test_ways_take_turns_and_each_begins_a_round() -> None:
 
     rounds = [[[number]] for number in range(3)]
     found = timing.in_turns({n: way(n) for n in "ab"}, rounds, torch.device("cpu"))
-    assert seen == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
+    assert seen[::2] == seen[1::2]  # what lies beside, then what is timed
+    assert seen[::2] == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
     assert [len(samples) for samples in found.values()] == [3, 3]
+
+
+def test_lengths_change_between_what_is_timed() -> None:
+    """A plan for attention that is left from the same lengths costs nothing."""
+    ladder = Ladder(256)
+    for lengths, beside in (([5], [4]), ([1], [2]), ([65], [66]), ([3, 200], [3, 199])):
+        prompts = random_prompts(lengths, 97, 0)
+        aside = one_token_aside(prompts, ladder)
+        assert list(map(len, aside)) == beside
+        assert ladder.bucket(sum(lengths)) == ladder.bucket(sum(beside))
 
 
 def test_tokens_are_random_and_new_in_every_round(sim: torch.device) -> None:
@@ -122,7 +135,7 @@ def test_a_way_that_fails_is_told_and_the_others_go_on(sim: torch.device) -> Non
     model = tiny_lm("qwen3", sim)
     some = ways.Ways(model, ["transformers", "no graphs"], ways.Options(64, 2, "reference"))
     model.forward = None  # the runner's head needs it no less, so it fails, too, but for itself
-    row = timing.row(some, [prompts_of(5)], [prompts_of(5)], sim)
+    row = timing.row(some, [prompts_of(5)], [prompts_of(5)], sim, lambda prompts: prompts)
     assert row["failed"].keys() == {"transformers", "no graphs"}
     assert "TypeError" in row["failed"]["transformers"]
 
@@ -131,7 +144,7 @@ def test_an_eager_pass_is_no_figure_of_a_graph(sim: torch.device) -> None:
     model = tiny_lm("qwen3", sim)
     some = ways.Ways(model, ["full"], ways.Options(64, 2, "reference"))
     three = [prompts_of(5, 5, 5)]
-    row = timing.row(some, three, three, sim)
+    row = timing.row(some, three, three, sim, lambda prompts: prompts)
     assert "max_requests=2" in row["not replayed"]["full"]
     some.close()
 
@@ -191,7 +204,7 @@ def test_captures_of_the_whole_ladder_are_timed_and_sized(
     assert breakable["buckets"] == full["buckets"] == [64, 128, 150]
     assert (breakable["segments each"], full["segments each"]) == (3, 1)
     assert breakable["seconds, again"] > 0
-    assert breakable["memory, MiB"]["shared output"] > 0
+    assert breakable["memory, MiB"]["hidden states"] > 0
     lines = facts["lines of code"][0]
     ours = sum(n for name, n in lines.items() if name.startswith("graphs"))
     assert 1000 < ours < lines["compiler: torch._inductor"]
