@@ -30,9 +30,9 @@ LIBRARIES = 512 * 2**20
 def plan(
     model: LanguageModel, where: Placement, max_tokens: int, trust: Trust | None = None
 ) -> dict[str, Any]:
-    """Bytes of weights, and for every ceiling up to `max_tokens` bytes of activations, of a result's
-    hidden states, of everything, and whether that `fits` beside `LIBRARIES` in what is free on the
-    device now (None without a card). Raises `AccelError` where a model runs on no meta tensors."""
+    """Bytes of weights, and for every ceiling up to `max_tokens` bytes of activations, of hidden
+    states, of everything, and whether that `fits` beside `LIBRARIES` in what is free on the device
+    now (None without a card). Raises `AccelError` where a model runs on no meta tensors."""
     try:
         empty = _without_weights(model, where, trust or Trust())
         body = _packed(empty)
