@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import pickle
 import random
@@ -247,7 +248,7 @@ class WeightGuard:
             tensors: list[torch.Tensor] = [x for x in watched if x is not None]
             return (
                 list(map(len, self._boxes)),
-                [tuple(map(id, children.values())) for children in self._families],
+                list(map(id, itertools.chain.from_iterable(map(dict.values, self._families)))),
                 list(map(self._backend.address, tensors)),
                 list(map(torch.Tensor.size, tensors)),
                 list(map(torch.Tensor.stride, tensors)),

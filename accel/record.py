@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tag
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.graph import ARGUMENT, OURS, Recording, Refused, current_recording
-from accel.item_slots import patched
+from accel.record_stand_ins import visible_host_data
 from accel.signature import leaves, map_tree
 
 aten = torch.ops.aten
@@ -36,7 +35,7 @@ _COPIES = {aten._to_copy.default, aten.copy_.default, aten.copy.default}
 _RUNNING_STATISTICS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default}
 """Their schemas hide that they write arguments 3 and 4 where argument 5, `training`, is true."""
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}
-_TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
+_TENSOR = torch.Tensor
 _NO_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 
 
@@ -49,8 +48,6 @@ class Rule(NamedTuple):
 
     plain: bool
     """Recordable as it is when all its tensors lie on the device."""
-    call: Callable[..., Any]
-    """The op itself, for overloads without the Python frame around it."""
     composite: bool = False
     lifts: bool = False
     unrecordable: Callable[[Any, Any], bool] | None = None
@@ -75,7 +72,7 @@ def _to_host(args: Any, kwargs: Any) -> bool:
 @functools.cache
 def _rule_for(func: Any) -> Rule:
     if not isinstance(func, torch._ops.OpOverload):
-        return Rule(plain=False, call=func)
+        return Rule(plain=False)
     unrecordable = None
     if func.overloadpacket in _INDEXING:  # tagged as if every index were a mask
         unrecordable = _with_mask
@@ -93,8 +90,7 @@ def _rule_for(func: Any) -> Rule:
     draws = any(argument.name == "generator" for argument in func._schema.arguments)
     random = draws or Tag.nondeterministic_seeded in func.tags
     plain = not (composite or lifts or unrecordable or writes or random)
-    call = func._op if type(func) is torch._ops.OpOverload else func
-    return Rule(plain, call, composite, lifts, unrecordable, writes, random)
+    return Rule(plain, composite, lifts, unrecordable, writes, random)
 
 
 def _is_composite(func: torch._ops.OpOverload) -> bool:
@@ -117,7 +113,7 @@ def watched(recording: Recording) -> Iterator[None]:
     >>> y.tolist()
     [2.0, 4.0]
     """
-    with _visible_host_data(), OpRecorder(recording):
+    with OpRecorder(recording) as recorder, visible_host_data(recorder.linear):
         yield
 
 
@@ -160,26 +156,52 @@ class OpRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if self._recording.paused:
-            return func(*args, **kwargs or {})
+            return func(*args, **kwargs)
         if types and not self._plain.issuperset(types):
             return NotImplemented
         rule = self._rules.get(id(func)) or self._learned(func)  # to hash an op takes Python code
         if rule.composite:
             with self:
-                return func.decompose(*args, **kwargs or {})
+                return func.decompose(*args, **kwargs)
         if rule.lifts:  # how torch.tensor(data) announces what it built
             self._recording.adopt([args[0]])
-        graph = self._graph
-        graph.operations += 1
-        if graph.operations % SEGMENT_OPERATIONS == 0 and self._pool.may_cut:
+        self._count()
+        device, host = self._look_at([*args, *kwargs.values()] if kwargs else args)
+        if host or not rule.plain:
+            return self._run_with_care(func, rule, args, kwargs, device, host)
+        return self._run(func, args, kwargs)
+
+    def _count(self) -> None:
+        self._graph.operations += 1
+        if self._graph.operations % SEGMENT_OPERATIONS == 0 and self._pool.may_cut:
             self._recording.cut()
-        kwargs = kwargs or {}
-        if not rule.plain or self._is_new(args) or (kwargs and self._is_new(kwargs.values())):
-            device, host = self._look_at([*args, *kwargs.values()])
-            if host or not rule.plain:
-                return self._run_with_care(func, rule, args, kwargs, device, host)
-        return self._run(func, rule.call, args, kwargs)
+
+    def linear(self) -> Callable[..., torch.Tensor]:
+        """A stand-in for `torch.nn.functional.linear` that makes it one op here: torch makes up to
+        four of it, more than half of what a transformer does. The original where something was
+        compiled in this process: it would be compiled anew if it met another function there."""
+        compiled = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+        original, plain = torch.nn.functional.linear, self._plain | {type(None)}
+
+        @functools.wraps(original)
+        def linear(*args: Any, **kwargs: Any) -> Any:
+            if (
+                current_recording() is not self._recording
+                or torch._C._len_torch_dispatch_stack() != 1
+                or torch._C._functorch.peek_interpreter_stack() is not None
+                or kwargs
+                or not plain.issuperset(map(type, args))
+                or self._pool.unrecordable
+                or self._look_at(args)[1]
+            ):
+                return original(*args, **kwargs)
+            self._count()
+            with torch._C._DisableTorchDispatch():
+                return self._run(original, args, kwargs)
+
+        return original if compiled else linear
 
     def _learned(self, func: Any) -> Rule:
         rule = _rule_for(func)
@@ -188,33 +210,22 @@ class OpRecorder(TorchDispatchMode):
         self._rules[id(func)] = rule
         return rule
 
-    def _is_new(self, args: Iterable[Any]) -> bool:
-        """Whether there may be tensors among an op's `args` that were not met before. What most
-        ops take is told at a glance: a list with a number in front holds nothing else."""
+    def _look_at(self, args: Iterable[Any]) -> tuple[bool, bool]:
+        """Whether there are device tensors and host tensors among `args`; notes new ones. Most
+        arguments are told at a glance: a list with a number in front holds nothing else."""
+        device = host = False
         known, address = self._known, self._address
         for x in args:
             kind = type(x)
-            if kind is _TENSOR or kind is _PARAMETER:
-                if address(x) not in known:
-                    return True
-            elif kind is list or kind is tuple:
-                if x and type(x[0]) is not int and self._is_new(x):
-                    return True
-            elif kind not in _NO_TENSORS:
-                return True
-        return False
-
-    def _look_at(self, args: Iterable[Any]) -> tuple[bool, bool]:
-        """Whether there are device tensors and host tensors among `args`; notes new ones."""
-        device = host = False
-        for x in args:
+            if kind in _NO_TENSORS:
+                continue
             # Some subclasses (GGUF's) are tensors like any other and come by here.
-            if isinstance(x, torch.Tensor):
-                if self._address(x) not in self._known and self._is_host(x):
+            if kind is _TENSOR or isinstance(x, _TENSOR):
+                if address(x) not in known and self._is_host(x):
                     host = True
                 else:
                     device = True
-            elif type(x) in (list, tuple):
+            elif (kind is list or kind is tuple) and x and type(x[0]) is not int:
                 in_device, in_host = self._look_at(x)
                 device, host = device or in_device, host or in_host
         return device, host
@@ -242,10 +253,10 @@ class OpRecorder(TorchDispatchMode):
         self._recording.held.hold(storage)
         return "a tensor that outlives the call"
 
-    def _run(self, func: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Records an op and notes what it makes."""
         try:
-            out = call(*args, **kwargs)
+            out = getattr(func, "_op", func)(*args, **kwargs)  # a Python frame less
         except RuntimeError as error:
             if "generator not in capture mode" in str(error):  # it draws: no harm was done
                 return self._recording.run_break(func, args, kwargs, pure=True)
@@ -278,7 +289,7 @@ class OpRecorder(TorchDispatchMode):
             args, kwargs = map_tree(lambda x: self._uploaded(func, x), (args, kwargs))
         elif host and func in _COPIES and target is not None and target.type != "cpu":
             func, args, kwargs = aten.clone.default, (self._constant(func, *args, **kwargs),), {}
-        return self._run(func, func, args, kwargs)
+        return self._run(func, args, kwargs)
 
     def _uploaded(self, func: Any, x: Any) -> Any:
         """Host tensors among device tensors: an op would copy them itself. Those of no dimension
@@ -318,92 +329,3 @@ def _hide_from_compiler(handler: Any) -> None:
 
 
 _hide_from_compiler(OpRecorder.__torch_dispatch__)
-_alone = threading.RLock()
-
-
-@contextlib.contextmanager
-def _visible_host_data() -> Iterator[None]:
-    """Makes visible what no dispatch mode sees: `torch.tensor(data, device=...)`, which becomes
-    building on the host and a copy, and lists as indices.
-
-    Functions of torch have stand-ins for as long as a thread records, one thread at a time; in the
-    others these do as the originals. (A `TorchFunctionMode` would see the calls too, and each
-    `x.shape`: 2 µs an access.)
-    """
-    with _alone, contextlib.ExitStack() as stack:
-        for owner, name, stand_in in _STAND_INS:
-            stack.enter_context(mock.patch.object(owner, name, stand_in))
-        stack.enter_context(patched(torch.Tensor, **_INDEXING_STAND_INS))
-        yield
-
-
-def _from_data(original: Any) -> Any:
-    """`original(data, ..., device=...)` as building on the host and a copy that can be seen."""
-
-    @functools.wraps(original)
-    def build(data: Any, *args: Any, **kwargs: Any) -> Any:
-        recording, device = current_recording(), kwargs.get("device")
-        device = torch.get_default_device() if device is None else torch.device(device)
-        if recording is None or isinstance(data, torch.Tensor):
-            return original(data, *args, **kwargs)
-        data = map_tree(_on_host, data)
-        if device.type == "cpu":
-            return original(data, *args, **kwargs)
-        host = original(data, *args, **{**kwargs, "device": "cpu"})
-        if isinstance(data, (list, tuple, int, float, complex)):
-            recording.adopt([host])
-        return host.to(device)
-
-    return build
-
-
-def _on_host(x: Any) -> Any:
-    """Numbers on the device among data: torch would read them where no mode sees it."""
-    return x.cpu() if isinstance(x, torch.Tensor) and not x.is_cpu else x
-
-
-def _new_tensor(self: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
-    if current_recording() is None:
-        return torch._C.TensorBase.new_tensor(self, data, **kwargs)
-    return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **kwargs})
-
-
-def _indexed(original: Any) -> Any:
-    """`__getitem__` or `__setitem__` with lists of numbers made tensors where that can be seen."""
-
-    @functools.wraps(original)
-    def item(self: torch.Tensor, index: Any, *value: Any) -> Any:
-        if not self.is_cpu and current_recording() is not None:
-            index = _on_device(index, self.device)
-        return original(self, index, *value)
-
-    return item
-
-
-def _text(self: torch.Tensor, **options: Any) -> str:
-    """Torch turns modes off while it reads the numbers: a read that no recording survives."""
-    if not self.is_cpu and current_recording() is not None:
-        raise Refused("the forward prints a tensor or makes it part of a text")
-    return _REPR(self, **options)
-
-
-def _on_device(index: Any, device: torch.device) -> Any:
-    if isinstance(index, tuple):
-        return tuple(_on_device(part, device) for part in index)
-    if isinstance(index, list) and index and all(type(i) in (int, bool) for i in index):
-        return torch.tensor(index, device=device)
-    return index
-
-
-_REPR: Callable[..., str] = torch.Tensor.__repr__
-_STAND_INS: list[tuple[Any, str, Any]] = [
-    (torch, "tensor", _from_data(torch.tensor)),
-    (torch, "as_tensor", _from_data(torch.as_tensor)),
-    (torch, "asarray", _from_data(torch.asarray)),
-    (torch.Tensor, "new_tensor", _new_tensor),
-    (torch.Tensor, "__repr__", _text),
-]
-_INDEXING_STAND_INS = {
-    "__getitem__": _indexed(torch._C.TensorBase.__getitem__),
-    "__setitem__": _indexed(torch._C.TensorBase.__setitem__),
-}

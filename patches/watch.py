@@ -30,7 +30,7 @@ from accel.patches.forward import PatchedMethod
 from accel.signature import identities
 
 _UNREAD = OF_TORCH - {"_parameters", "_buffers", "_modules", *HOOKS}
-_TENSORS_AND_LAYERS = ("_parameters", "_buffers", "_modules")
+_TENSORS = ("_parameters", "_buffers")
 _KEPT_BOXES = (list, dict, set, deque)
 _OPENED = (*_KEPT_BOXES, tuple, frozenset)
 
@@ -70,9 +70,10 @@ class Watch:
         self._boxes = [x for name, x in found if name not in OF_TORCH and is_box(x)]
         reached = _reached(self._boxes)
         kept = [x for x in reached if isinstance(x, _KEPT_BOXES)]
-        self._insides = [(box, copy.copy(box)) for box in kept]
+        families = [m._modules for m in modules]
+        self._insides = [(box, copy.copy(box)) for box in kept + families]
         self._others = [x for x in reached if not isinstance(x, _OPENED)]
-        self._families = _Contents([m._modules for m in modules])
+        self._families = _Contents(families)
         self._in_boxes, self._values = _Contents(kept), _values_of(self._boxes)
         self._seen = self._look()
 
@@ -110,8 +111,8 @@ class Watch:
 
 
 class Weights:
-    """Weights and layers, where weights lie and what hangs on them (a quantizer's scales, until the
-    first call). It keeps them all alive: to be held for one recording only.
+    """Weights, where they lie and what hangs on them (a quantizer's scales, until the first call).
+    It keeps them all alive: to be held for one recording only.
 
     >>> layer = nn.Linear(2, 2)
     >>> weights = Weights([layer])
@@ -122,7 +123,7 @@ class Weights:
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        boxes = [m.__dict__[k] for m in modules for k in _TENSORS_AND_LAYERS]
+        boxes = [m.__dict__[k] for m in modules for k in _TENSORS]
         self._boxes = list(zip(boxes, map(dict, boxes), strict=True))  # in C: there are thousands
         owners = (own for m in modules for own in (m._parameters, m._buffers) if own)
         found = [x for own in owners for x in own.values() if x is not None]

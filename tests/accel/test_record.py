@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 from torch import Tensor
 
 from accel.backend import backend_for
@@ -206,7 +209,54 @@ class TestRules:
         assert not _rule_for(aten.add.Tensor).random
 
     def test_what_is_no_op_is_looked_at_with_care(self) -> None:
-        assert _rule_for(len) == Rule(plain=False, call=len)
+        assert _rule_for(len) == Rule(plain=False)
+
+
+def three_ways(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    linear = torch.nn.functional.linear
+    each = torch.vmap(linear, in_dims=(0, None, None))(x, weight, bias)
+    return linear(x, weight, bias), linear(x[:, None], weight=weight), each
+
+
+class TestLinearLayers:
+    """Torch makes up to four ops of one."""
+
+    def test_they_are_one_op_each(self, x: Tensor) -> None:
+        graph, y = record(lambda x: torch.nn.functional.linear(x[None], x, x.select(1, 0)), x)
+        assert graph.operations == 3
+        x.mul_(2)
+        graph.replay()
+        assert_same(y, torch.nn.functional.linear(x[None], x, x.select(1, 0)))
+
+    def test_however_they_are_called(self, x: Tensor) -> None:
+        layer = x.clone(), x[:, 0].clone()
+        graph, results = record(three_ways, x, *layer)
+        x.mul_(2)
+        graph.replay()
+        assert_same(results, three_ways(x, *layer))
+
+    def test_other_threads_have_the_original(self, x: Tensor) -> None:
+        graph = BreakableGraph(Pool(x.device))
+        one, two = torch.eye(3), torch.ones(2, 3)
+        with capture(graph), ThreadPoolExecutor(1) as others:
+            y = torch.nn.functional.linear(x, x)
+            theirs = others.submit(lambda: torch.nn.functional.linear(two, one)).result()
+        assert graph.operations == 1
+        assert_same((y, theirs), (x @ x.t(), two))
+
+    def test_the_original_comes_back(self, x: Tensor) -> None:
+        original = torch.nn.functional.linear
+        record(lambda x: torch.nn.functional.linear(x, x), x)
+        assert torch.nn.functional.linear is original
+
+    def test_what_was_compiled_meets_the_original(
+        self, x: Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        original = torch.nn.functional.linear
+        monkeypatch.setitem(torch._dynamo.utils.counters, "frames", Counter(total=1))
+        met: list[Any] = []
+        record(lambda x: met.append(torch.nn.functional.linear), x)
+        assert met == [original]
 
 
 def seven_ops(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ ENGINE = [
     "breaks",
     "backend",
     "record",
+    "record_stand_ins",
     "recorded",
     "item_slots",
     "signature",

@@ -42,6 +42,7 @@ class Block(nn.Module):
         self.ordered = OrderedDict(a=1)
         self.names = {"x"}
         self.gate = 0.5
+        self.kept = {"tensors": (torch.zeros(2),), "arrays": [np.zeros(2)], "bytes": bytearray(2)}
         self.table = torch.zeros(2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,6 +57,11 @@ CHANGES: dict[str, Callable[[Block], Any]] = {
     "a number": lambda m: setattr(m, "gate", 0.7),
     "a new attribute": lambda m: setattr(m, "s1", 0.9),
     "an attribute gone": lambda m: delattr(m, "gate"),
+    "an attribute renamed": lambda m: setattr(m, "board", m.__dict__.pop("table")),
+    "a host tensor in a tuple in place": lambda m: m.kept["tensors"][0].add_(1),
+    "an array in a list in place": lambda m: m.kept["arrays"][0].fill(1),
+    "bytes in a dict in place": lambda m: m.kept["bytes"].append(1),
+    "a key of a dict": lambda m: m.kept.update(octets=m.kept.pop("bytes")),
     "a list in place": lambda m: m.scales.__setitem__(0, 3.0),
     "a nested list in place": lambda m: m.scales[1].append(3.0),
     "a nested dict in place": lambda m: m.options["a"].update(b=2),

@@ -1,0 +1,118 @@
+"""Stand-ins for functions of torch while a call is recorded: they make visible what no dispatch
+mode sees.
+
+Knows what of torch takes data from the host to the device on the quiet. What becomes of that data
+it does not know (record.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from accel.graph import Refused, current_recording
+from accel.item_slots import patched
+from accel.signature import map_tree
+
+_alone = threading.RLock()
+
+
+@contextlib.contextmanager
+def visible_host_data(linear: Callable[[], Any]) -> Iterator[None]:
+    """Makes visible what no dispatch mode sees: `torch.tensor(data, device=...)`, which becomes
+    building on the host and a copy, and lists as indices.
+
+    Functions of torch have stand-ins for as long as a thread records, one thread at a time; in the
+    others these do as the originals. (A `TorchFunctionMode` would see the calls too, and each
+    `x.shape`: 2 µs an access.) `linear` makes one for `torch.nn.functional.linear`.
+
+    >>> from accel.graph import BreakableGraph, capture
+    >>> from accel.memory import Pool
+    >>> with capture(BreakableGraph(Pool(device)), automatic=False):
+    ...     with visible_host_data(lambda: torch.nn.functional.linear):
+    ...         torch.Tensor.new_tensor.__module__
+    'accel.record_stand_ins'
+    """
+    with _alone, contextlib.ExitStack() as stack:
+        for owner, name, stand_in in (*_STAND_INS, (torch.nn.functional, "linear", linear())):
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        stack.enter_context(patched(torch.Tensor, **_INDEXING_STAND_INS))
+        yield
+
+
+def _from_data(original: Any) -> Any:
+    """`original(data, ..., device=...)` as building on the host and a copy that can be seen."""
+
+    @functools.wraps(original)
+    def build(data: Any, *args: Any, **kwargs: Any) -> Any:
+        recording, device = current_recording(), kwargs.get("device")
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if recording is None or isinstance(data, torch.Tensor):
+            return original(data, *args, **kwargs)
+        data = map_tree(_on_host, data)
+        if device.type == "cpu":
+            return original(data, *args, **kwargs)
+        host = original(data, *args, **{**kwargs, "device": "cpu"})
+        if isinstance(data, (list, tuple, int, float, complex)):
+            recording.adopt([host])
+        return host.to(device)
+
+    return build
+
+
+def _on_host(x: Any) -> Any:
+    """Numbers on the device among data: torch would read them where no mode sees it."""
+    return x.cpu() if isinstance(x, torch.Tensor) and not x.is_cpu else x
+
+
+def _new_tensor(self: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
+    if current_recording() is None:
+        return torch._C.TensorBase.new_tensor(self, data, **kwargs)
+    return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **kwargs})
+
+
+def _indexed(original: Any) -> Any:
+    """`__getitem__` or `__setitem__` with lists of numbers made tensors where that can be seen."""
+
+    @functools.wraps(original)
+    def item(self: torch.Tensor, index: Any, *value: Any) -> Any:
+        if not self.is_cpu and current_recording() is not None:
+            index = _on_device(index, self.device)
+        return original(self, index, *value)
+
+    return item
+
+
+def _text(self: torch.Tensor, **options: Any) -> str:
+    """Torch turns modes off while it reads the numbers: a read that no recording survives."""
+    if not self.is_cpu and current_recording() is not None:
+        raise Refused("the forward prints a tensor or makes it part of a text")
+    return _REPR(self, **options)
+
+
+def _on_device(index: Any, device: torch.device) -> Any:
+    if isinstance(index, tuple):
+        return tuple(_on_device(part, device) for part in index)
+    if isinstance(index, list) and index and all(type(i) in (int, bool) for i in index):
+        return torch.tensor(index, device=device)
+    return index
+
+
+_REPR: Callable[..., str] = torch.Tensor.__repr__
+_STAND_INS: list[tuple[Any, str, Any]] = [
+    (torch, "tensor", _from_data(torch.tensor)),
+    (torch, "as_tensor", _from_data(torch.as_tensor)),
+    (torch, "asarray", _from_data(torch.asarray)),
+    (torch.Tensor, "new_tensor", _new_tensor),
+    (torch.Tensor, "__repr__", _text),
+]
+_INDEXING_STAND_INS = {
+    "__getitem__": _indexed(torch._C.TensorBase.__getitem__),
+    "__setitem__": _indexed(torch._C.TensorBase.__setitem__),
+}
