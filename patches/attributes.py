@@ -19,6 +19,8 @@ from torch import nn
 from accel.patches.forward import PatchedMethod
 
 OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+OF_SELF_TEST = "accel.prefill.stages"
+"""Whose hooks do nothing in any thread but their own, and nothing to what a call computes there."""
 REGISTRY = "_diffusers_hook"
 """Where diffusers keeps a module's hooks. An empty one, left by a pipeline, is as good as none."""
 _READ_APART = OF_TORCH | {REGISTRY}
@@ -50,7 +52,8 @@ def state_of(module: nn.Module, kept: list[Any]) -> tuple[Any, ...]:
     False
     """
     attributes, kind = module.__dict__, type(module)
-    hooks = [hook for box in map(attributes.get, HOOKS) if box for hook in list(box.values())]
+    found = [hook for box in map(attributes.get, HOOKS) if box for hook in list(box.values())]
+    hooks = [hook for hook in found if getattr(hook, "__module__", "") != OF_SELF_TEST]
     kept.extend(hooks)
     depth = 1 if kind.__module__.startswith("torch.") else DEPTH
     own = [

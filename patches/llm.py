@@ -84,6 +84,7 @@ class TransformersModel:
         self._rotary = [m for m in self._decoder.modules() if hasattr(m, "rope_type")]
         self.position_limit = _position_limit(config, self._rotary)
         self.horizon = _horizon(config)
+        self.routes = _has_experts(config)
         self.stages: Sequence[nn.Module] = _stages_of(self._decoder)
         self._probe = StateProbe(model)
         self._lock = _locks.setdefault(self._decoder, threading.RLock())
@@ -102,7 +103,32 @@ class TransformersModel:
         """As `PrefillModel.objection`."""
         if any("dynamic" in kind for kind in _rope_types(self._rotary)):
             return "dynamic RoPE: its frequencies follow the longest prompt that was ever seen"
+        config = self._decoder.config
+        if hasattr(config, "floor_scale") and getattr(config, "attn_temperature_tuning", False):
+            return "attention is scaled by a token's row in the batch (attn_temperature_tuning)"
+        if any(m.training and m.p > 0 for m in _all(self._decoder, nn.Dropout)):
+            return "the model drops out at random: call model.eval()"
+        self._refuse_more_than_a_head()
         return self._probe.veto()
+
+    @torch.no_grad()
+    def _refuse_more_than_a_head(self) -> None:
+        """A model may do more than its decoder and its head do (a prompt tuning puts tokens in
+        front): neither a packed pass nor the decoder alone would be right."""
+        if self._decoder is self._model:
+            return
+        ids = torch.arange(1, 4, device=self.device) % self.vocab_size
+        try:
+            with self._lock:
+                named = self._model(input_ids=ids[None], use_cache=False, **self._with_names())
+            mine, own = self.head(self.own(ids)), named.logits[0]
+        except Exception:  # whatever it is that a model needs more, it comes up again
+            return
+        if mine.shape != own.shape or not _alike(mine, own):
+            raise ValueError(
+                f"{self.name} computes other logits than its decoder and head: prefill would leave "
+                "out what it adds"
+            )
 
     def body(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """As `PrefillModel.body`."""
@@ -227,6 +253,16 @@ def _stages_of(module: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _all(module: nn.Module, kind: type[Any]) -> Iterator[Any]:
+    return (m for m in module.modules() if isinstance(m, kind))
+
+
+def _alike(mine: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether logits differ by no more than one computation in another order."""
+    error = (mine.float() - own.float()).norm() / own.float().norm().clamp(min=1e-30)
+    return not error.item() > 8 * torch.finfo(own.dtype).eps
+
+
 def _padded(states: torch.Tensor, length: int) -> torch.Tensor:
     """`[tokens, heads, dim]` as `[heads, length, dim]`, zeros in front."""
     padding = (0, 0, length - states.shape[0], 0)
@@ -266,6 +302,12 @@ def _horizon(config: Any) -> int:
     words = "window", "chunk", "topk"
     named = (x for key, x in vars(config).items() if any(word in key for word in words))
     return max((x for x in named if isinstance(x, int) and not isinstance(x, bool)), default=0)
+
+
+def _has_experts(config: Any) -> bool:
+    """Whether the config counts more than one of them, under whatever name."""
+    counts = (x for key, x in vars(config).items() if "expert" in key)
+    return any(x > 1 for x in counts if isinstance(x, int))
 
 
 def _waits(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:

@@ -160,9 +160,10 @@ def _hooks(module: nn.Module, name: str) -> Iterable[Any]:
 
 
 def _is_users(hook: Any) -> bool:
-    """Libraries' own hooks only hand tensors on; what a user's does, no one knows."""
+    """Libraries' own hooks only hand tensors on, and ours; what a user's does, no one knows."""
     room = getattr(hook, "__module__", None) or type(hook).__module__
-    return not room.startswith(("torch.", "transformers.", "diffusers.", "peft.", "accelerate."))
+    known = "torch.", "transformers.", "diffusers.", "peft.", "accelerate.", "accel."
+    return not room.startswith(known)
 
 
 def _veto(modules: list[nn.Module]) -> str | None:

@@ -10,11 +10,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 SMALL = (64, 128, 192, 256, 384, 512, 768, 1024)
-COARSE = 4
-"""Steps to a doubling above that: at most 25 % of padding."""
-FINE = 8
-"""The same from `BUSY` tokens on, where the device is busy all the time."""
-BUSY = 4096
+STEPS = 8
+"""To a doubling above that: at most 12.5 % of padding."""
 
 
 class Ladder:
@@ -23,7 +20,7 @@ class Ladder:
     >>> Ladder(256).sizes, Ladder(300).sizes
     ((64, 128, 192, 256), (64, 128, 192, 256, 300))
     >>> Ladder(8192).sizes[-4:], len(Ladder(8192).sizes)
-    ((6656, 7168, 7680, 8192), 24)
+    ((6656, 7168, 7680, 8192), 32)
     >>> Ladder(256).bucket(129), Ladder(256).bucket(257)
     (192, None)
     """
@@ -62,7 +59,6 @@ class Ladder:
 def _usual(max_tokens: int) -> list[int]:
     sizes, doubling = list(SMALL), SMALL[-1]
     while doubling < max_tokens:
-        steps = FINE if doubling >= BUSY else COARSE
-        sizes += [doubling + doubling * step // steps for step in range(1, steps + 1)]
+        sizes += [doubling + doubling * step // STEPS for step in range(1, STEPS + 1)]
         doubling *= 2
     return sizes

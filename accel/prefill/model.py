@@ -40,6 +40,8 @@ class PrefillModel(Protocol):
     stages: Sequence[nn.Module]
     """Modules that the hidden states `[..., tokens, hidden]` of all tokens go through one after the
     other, as their first tensor: the self-test looks between them. None are needed."""
+    routes: bool
+    """Whether tokens choose among experts: a rounding error can send one elsewhere."""
     module: nn.Module
     """Whose weights and structure graphs depend on."""
 

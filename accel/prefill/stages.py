@@ -75,9 +75,9 @@ def _between(
     """While open, the first tensor of numbers that a stage is called with goes by `handle`."""
     thread = threading.get_ident()
 
-    def hook(stage: nn.Module, args: Any, kwargs: Any) -> Any:
+    def hook(stage: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if threading.get_ident() != thread:  # it runs the model for itself
-            return None
+            return None  # (and may meet a hook of which torch does not know yet that it takes both)
         found = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         hidden = next((x for x in found if x.is_floating_point()), None)
         if hidden is None:

@@ -249,9 +249,41 @@ def test_first_tokens_that_are_none(first: Any, says: str, sim: torch.device) ->
 def test_what_few_tokens_show_only_at_their_end_is_found(most: int) -> None:
     """Attention in chunks of four tokens, that only the mask knows."""
     options = {"head_dim": 8, "attention_chunk_size": 4, "intermediate_size_mlp": 48}
-    config = transformers.Llama4TextConfig(**SMALL, **options, num_local_experts=2)
+    config = transformers.Llama4TextConfig(
+        **SMALL, **options, num_local_experts=2, attn_temperature_tuning=False
+    )
     config._experts_implementation = "eager"
     torch.manual_seed(0)
     model = transformers.Llama4ForCausalLM(config).eval()
     with accel.prefill_runner(model, max_tokens=most, attention="reference") as runner:
         assert "differs from the model's own attention" in str(runner.report.declined)
+
+
+def test_attention_that_is_scaled_by_the_row_is_declined() -> None:
+    """Llama 4's layers without positions number a packed batch through."""
+    options = {"head_dim": 8, "intermediate_size_mlp": 48, "layer_types": ["full_attention"] * 2}
+    config = transformers.Llama4TextConfig(**SMALL, **options, num_local_experts=2)
+    config._experts_implementation = "eager"
+    model = transformers.Llama4ForCausalLM(config).eval()
+    with accel.prefill_runner(model, max_tokens=64, attention="reference") as runner:
+        assert "scaled by a token's row" in str(runner.report.declined)
+
+
+def test_a_model_that_drops_out_is_declined() -> None:
+    config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=97)
+    model = transformers.GPT2LMHeadModel(config).train()
+    assert any(isinstance(m, torch.nn.Dropout) and m.p for m in model.modules())
+    state = torch.get_rng_state()
+    with accel.prefill_runner(model, max_tokens=64, attention="reference") as runner:
+        assert "call model.eval()" in str(runner.report.declined)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_more_than_a_decoder_and_a_head_is_refused() -> None:
+    """A prompt tuning puts tokens in front, of which the decoder knows nothing."""
+    from peft import PromptTuningConfig, get_peft_model
+
+    tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = get_peft_model(tiny_lm("llama", torch.device("cpu")), tuning).eval()
+    with pytest.raises(ValueError, match="other logits than its decoder and head"):
+        accel.prefill_runner(model, max_tokens=64, attention="reference")

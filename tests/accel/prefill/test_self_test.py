@@ -11,7 +11,7 @@ from torch import nn
 
 from accel.prefill.attention import AttentionGroup
 from accel.prefill.runner import PrefillRunner
-from tests.accel.prefill.tiny import TinyModel
+from tests.accel.prefill.tiny import HIDDEN, TinyModel
 
 Make = Callable[..., PrefillRunner]
 DEPTH = 12
@@ -95,6 +95,40 @@ def test_wrong_in_the_first_prompt_alone_is_found(device: torch.device, make: Ma
     within(model, 3, shifted)
     why = str(make(model, mode="eager", attention="reference").report.declined)
     assert "what layer 4 reads differs" in why
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_every_fourth_token_alone_is_found_without_experts(
+    experts: bool, device: torch.device, make: Make
+) -> None:
+    """With experts it is as if rounding had sent them elsewhere."""
+    model = deep(device)
+    model.routes = experts
+
+    def some(out: torch.Tensor) -> torch.Tensor:
+        return torch.where(
+            torch.arange(out.shape[1], device=out.device)[:, None] % 4 == 3, -out, out
+        )
+
+    within(model, 3, some)
+    declined = make(model, mode="eager", attention="reference").report.declined
+    assert (declined is None) == experts
+
+
+def test_a_channel_that_is_far_larger_than_the_others_hides_nothing(
+    device: torch.device, make: Make
+) -> None:
+    """Its rounding alone is more than what the others hold."""
+    model = deep(device)
+    model.module.place.weight.data[:, 7] = 3000.0
+    for layer in model.module.layers:
+        layer.norm.weight.data[7] = layer.norm2.weight.data[7] = 1e-3
+    assert make(model, mode="eager", attention="reference").report.declined is None
+    others = torch.full((HIDDEN,), 0.3, dtype=model.dtype, device=device)
+    others[7] = 0
+    within(model, 5, lambda out: out + others)
+    why = str(make(model, mode="eager", attention="reference").report.declined)
+    assert "what layer 6 reads differs" in why
 
 
 def test_without_known_stages_the_result_is_judged(device: torch.device, make: Make) -> None:

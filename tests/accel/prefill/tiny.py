@@ -66,6 +66,7 @@ class TinyModel:
     hidden_size, vocab_size = HIDDEN, VOCAB
     position_limit: int | None = POSITIONS
     ranks = 1
+    routes = False
 
     def __init__(
         self,
