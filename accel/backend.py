@@ -71,7 +71,17 @@ class Segment:
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            self._graph.capture_end()
+            try:
+                self._graph.capture_end()
+            except BaseException:
+                self._tell_allocator()
+                raise
+
+    def _tell_allocator(self) -> None:
+        """Torch leaves this out where a recording was spoilt: its allocator would wait for the end
+        of it and give no memory back to the device any more, to nobody."""
+        with contextlib.suppress(RuntimeError):  # it knows
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
     def replay(self) -> None:
         """Runs the recorded work on the current stream."""

@@ -330,6 +330,15 @@ class TestCuts:
             both(seed)
         assert both.report.captures == 1
         assert both.report.graphs[0].segments == 1
+        backend = backend_for(device)
+        backend.empty_cache()
+        x = torch.empty(
+            backend.reserved_bytes(device) + (32 << 20), dtype=torch.uint8, device=device
+        )
+        before, size = backend.reserved_bytes(device), x.nbytes
+        del x
+        backend.empty_cache()  # of no effect while the allocator thinks that something is recorded
+        assert backend.reserved_bytes(device) <= before - size
 
 
 def forks(x: Tensor) -> Tensor:
