@@ -50,7 +50,9 @@ class TestScript:
     @pytest.fixture
     def port(self) -> Iterator[int]:
         command = [sys.executable, serve_example.__file__, "--port", "0", "--steps", "2"]
-        running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        # Tests that a script starts in the background inherit that Ctrl-C is ignored.
+        heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
         assert running.stdout is not None
         line = next(line for line in running.stdout if line.startswith("POST http"))
         yield int(line.rsplit(":", 1)[1].split("/")[0])
