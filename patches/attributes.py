@@ -52,8 +52,9 @@ def state_of(module: nn.Module, kept: list[Any]) -> tuple[Any, ...]:
     False
     """
     attributes, kind = module.__dict__, type(module)
-    found = [hook for box in map(attributes.get, HOOKS) if box for hook in list(box.values())]
-    hooks = [hook for hook in found if getattr(hook, "__module__", "") != OF_SELF_TEST]
+    found = [x for box in map(attributes.get, HOOKS) if box for x in list(box.items())]
+    ours = {number for number, hook in found if getattr(hook, "__module__", "") == OF_SELF_TEST}
+    hooks = [hook for number, hook in found if number not in ours]
     kept.extend(hooks)
     depth = 1 if kind.__module__.startswith("torch.") else DEPTH
     own = [

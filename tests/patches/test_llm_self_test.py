@@ -12,8 +12,10 @@ import transformers
 from transformers import GptOssConfig, GptOssForCausalLM
 
 import accel
+from accel.patches.state import StateProbe
 from accel.prefill import reference_attention
 from accel.prefill.reference_attention import ReferenceAttention
+from accel.prefill.stages import heard
 from tests.patches.llm_families import SMALL
 
 DEEP: dict[str, Any] = {
@@ -107,3 +109,28 @@ def test_small_leaks_are_found_in_half_precision(name: str) -> None:
             if weight.dim() > 1:
                 weight.normal_(0, 0.02)
     assert "self-test" in str(declined(model.to(torch.bfloat16)))
+
+
+@pytest.mark.parametrize("most", [2, 3, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_few_tokens_at_a_time_are_no_leak_with_experts(most: int, seed: int) -> None:
+    """Experts sum in another order for other tokens, and too few prompts tell by how much."""
+    config = transformers.Qwen3MoeConfig(
+        **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    )
+    config._experts_implementation = "eager"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.Qwen3MoeForCausalLM(config).eval()
+    with accel.prefill_runner(model, max_tokens=most, attention="reference") as runner:
+        assert runner.report.declined is None
+
+
+def test_hooks_of_a_self_test_elsewhere_are_no_change() -> None:
+    """Another thread may make a second runner of the same model just now."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    probe = StateProbe(model)
+    before = probe()
+    with heard(model):
+        assert probe() == before
+        assert probe.veto() is None
