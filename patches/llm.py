@@ -106,7 +106,8 @@ class TransformersModel:
         config = self._decoder.config
         if hasattr(config, "floor_scale") and getattr(config, "attn_temperature_tuning", False):
             return "attention is scaled by a token's row in the batch (attn_temperature_tuning)"
-        if any(m.training and m.p > 0 for m in _all(self._decoder, nn.Dropout)):
+        dropouts = (m for m in self._decoder.modules() if isinstance(m, nn.Dropout))
+        if any(m.training and m.p > 0 for m in dropouts):
             return "the model drops out at random: call model.eval()"
         self._refuse_more_than_a_head()
         return self._probe.veto()
@@ -259,10 +260,6 @@ def _stages_of(module: nn.Module) -> list[nn.Module]:
     for child in module.children():
         found += child if isinstance(child, nn.ModuleList) else _stages_of(child)
     return found
-
-
-def _all(module: nn.Module, kind: type[Any]) -> Iterator[Any]:
-    return (m for m in module.modules() if isinstance(m, kind))
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -28,9 +28,9 @@ MEASURED = (64, 128)
 class MemoryPlan:
     """Device memory in bytes. `needed` is what capturing adds to what is held already.
 
-    >>> plan = MemoryPlan(max_tokens=64, activations=100, buffers=20, held=50, free=90)
+    >>> plan = MemoryPlan(64, activations=100, buffers=20, results=10, held=50, free=90)
     >>> plan.needed, plan.fits
-    (120, False)
+    (130, False)
     """
 
     max_tokens: int
@@ -38,6 +38,8 @@ class MemoryPlan:
     """The pool: what the largest bucket's forward has alive at its peak."""
     buffers: int
     """Batch tensors of all graphs."""
+    results: int
+    """The hidden states of the largest batch, which a call copies out of the pool."""
     held: int
     """Cache and attention's workspace, taken at construction."""
     free: int
@@ -45,8 +47,8 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """Bytes that capturing all buckets takes."""
-        return self.activations + self.buffers
+        """Bytes that capturing all buckets takes, and the largest call."""
+        return self.activations + self.buffers + self.results
 
     @property
     def fits(self) -> bool:
@@ -102,7 +104,9 @@ def _key(x: torch.Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
-def plan_for(body: PackedBody, ladder: Ladder, pool: Pool, held: int, graphs: int) -> MemoryPlan:
+def plan_for(
+    body: PackedBody, ladder: Ladder, pool: Pool, *, results: int, held: int, graphs: int
+) -> MemoryPlan:
     """The plan for `graphs` graphs up to the ladder's ceiling. Runs the body twice, eagerly."""
     few, many = min(MEASURED[0], -(-ladder.largest // 2)), min(MEASURED[1], ladder.largest)
     small, large = _peak(body, few), _peak(body, many)
@@ -113,6 +117,7 @@ def plan_for(body: PackedBody, ladder: Ladder, pool: Pool, held: int, graphs: in
         activations=round(large + slope * (ladder.largest - many)),
         buffers=graphs // len(ladder.sizes) * 3 * 8 * sum(ladder.sizes)
         + graphs * 8 * body.kv_bound,
+        results=results,
         held=held,
         free=free + pool.backend.reclaimable_bytes(pool.device),
     )

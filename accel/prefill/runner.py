@@ -169,7 +169,14 @@ class PrefillRunner:
                 raise ValueError(f"nothing is captured, so there is no plan: {why}")
             report, graphs = self.report, len(list(self._graphs.kinds()))
             held = report.cache_bytes + report.workspace_bytes
-            return plan_for(self._body, self._ladder, self._pool, held, graphs)
+            return plan_for(
+                self._body,
+                self._ladder,
+                self._pool,
+                results=report.output_bytes,
+                held=held,
+                graphs=graphs,
+            )
 
     def close(self) -> None:
         """Gives all memory back. Later calls raise ValueError; closing again does nothing."""

@@ -244,6 +244,7 @@ def test_the_plan_is_near_what_capturing_takes(tiny: TinyModel, make: Make) -> N
     library = 96 << 20 if tiny.device.type == "cuda" else 0
     assert plan.activations + library >= runner.report.pool_bytes // 8
     assert plan.buffers >= runner.report.buffer_bytes
+    assert plan.results == 512 * tiny.hidden_size * tiny.dtype.itemsize
 
 
 def test_closing_gives_the_pool_back(tiny: TinyModel, make: Make) -> None:
