@@ -52,8 +52,16 @@ class Ladder:
         >>> Ladder(256).rows(10), Ladder(256).rows(257)
         (64, 320)
         """
+        return self.bucket(tokens) or self.multiple(tokens)
+
+    def multiple(self, tokens: int) -> int:
+        """`tokens` rounded up to a multiple of the smallest size, which eager passes can do with.
+
+        >>> Ladder(256).multiple(64), Ladder(256).multiple(65)
+        (64, 128)
+        """
         step = self.sizes[0]
-        return self.bucket(tokens) or -(-tokens // step) * step
+        return -(-tokens // step) * step
 
 
 def _usual(max_tokens: int) -> list[int]:

@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,11 +19,12 @@ from accel.backend import backend_for
 from accel.memory import Pool
 from accel.prefill.batch import Request
 from accel.prefill.buckets import Ladder
-from accel.prefill.construction import MODES, Setup, set_up
+from accel.prefill.construction import Setup, check_sizes, set_up
 from accel.prefill.graphs import Graphs, Progress
 from accel.prefill.kv_cache import KVCache
 from accel.prefill.memory_plan import MemoryPlan, plan_for
 from accel.prefill.model import PrefillModel
+from accel.prefill.padding import REASON, Unpadded
 from accel.prefill.passes import cut, fitting
 from accel.prefill.prompts import Guests, Prompt, Prompts, open_prompts
 from accel.prefill.report import PrefillReport
@@ -43,7 +44,8 @@ class PrefillRunner:
     `max_tokens` is the largest batch, and the chunk size of longer prompts; `max_requests` are the
     slots of full graphs; `cache_tokens` is how many tokens' keys and values can be kept; `mode` is
     "breakable", "full" or "eager"; `attention` "auto" or a backend's name; `buckets` the sizes that
-    batches are padded to. Any thread may call.
+    batches are padded to; `unpadded_above` the tokens above which a batch runs eagerly where that
+    saves padding, None to measure it once. Any thread may call.
     """
 
     def __init__(
@@ -56,21 +58,9 @@ class PrefillRunner:
         mode: str = "breakable",
         attention: str = "auto",
         buckets: Sequence[int] | None = None,
+        unpadded_above: int | None = None,
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(f"mode={mode!r}: one of {', '.join(MODES)}")
-        sizes = {
-            "max_tokens": max_tokens,
-            "max_requests": max_requests,
-            "cache_tokens": cache_tokens,
-        }
-        for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, SupportsIndex):
-                raise ValueError(f"{name}={size!r}: a whole number")
-        if max_requests < 1:
-            raise ValueError(f"max_requests={max_requests}: there is at least one slot")
-        if cache_tokens < 0:
-            raise ValueError(f"cache_tokens={cache_tokens}: a number of tokens, 0 for no cache")
+        check_sizes(mode, max_tokens, max_requests, cache_tokens, unpadded_above)
         self._model, self._max_requests = model, max_requests
         self._ladder = Ladder(max_tokens, buckets)
         self._lock = threading.RLock()
@@ -87,6 +77,9 @@ class PrefillRunner:
             if self._body is not None and self.report.mode != "eager" and self._pool is not None:
                 full = self.report.mode == "full"
                 self._graphs = Graphs(self._body, self._pool, self._ladder, full, self.report)
+                self.report.unpadded_above = unpadded_above
+                run = self._body.eager
+                self._unpadded = Unpadded(self._body, self._pool, self._ladder, run, self.report)
 
     def __call__(
         self,
@@ -138,8 +131,9 @@ class PrefillRunner:
             return scores
 
     def capture(self, progress: bool | Progress = False) -> PrefillRunner:
-        """Captures every bucket now, the largest first. `progress` shows a bar, or is a function
-        called with (done, total, bucket). Returns the runner.
+        """Captures every bucket now, the largest first, and finds out which batches run without
+        padding. `progress` shows a bar, or is a function called with (done, total, bucket). Returns
+        the runner.
 
         Raises ValueError if memory for it is missing: `plan()` says how much it takes.
         """
@@ -153,6 +147,7 @@ class PrefillRunner:
                         self._graphs.capture(shown)
                 else:
                     self._graphs.capture(progress or None)
+                self._unpadded.found_out()
         return self
 
     @property
@@ -253,10 +248,11 @@ class PrefillRunner:
         body, report = self._body, self.report
         assert body is not None
         tokens = sum(request.length for request in requests)
-        rows = self._ladder.rows(tokens)
+        rows, why = self._ladder.rows(tokens), self._why_eager(requests, tokens)
+        if why is None and (fewer := self._unpadded.rows(tokens)) is not None:
+            rows, why = fewer, REASON
         report.tokens += tokens
         report.padding += rows - tokens
-        why = self._why_eager(requests, tokens)
         if why is None:
             hidden = self._replayed(requests, rows, tokens)
             if not isinstance(hidden, str):
