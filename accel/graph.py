@@ -74,13 +74,17 @@ class BreakableGraph:
         """Runs every step on the current stream. Raises `GuardMiss` if a guarded value differs: all
         that ran up to there wrote to the graph's own memory only, so the caller can run eagerly."""
         with self.pool.use():
-            if not self.breaks:
-                for segment in self.steps:
-                    segment.replay()
-                return
-            with torch.inference_mode(False), torch.no_grad():
-                for step in self.steps:
-                    step.replay()
+            self.run()
+
+    def run(self) -> None:
+        """As `replay`, for a caller that has the pool in use."""
+        if not self.breaks:
+            for segment in self.steps:
+                segment.replay()
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for step in self.steps:
+                step.replay()
 
     @property
     def segments(self) -> int:

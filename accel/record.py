@@ -24,8 +24,10 @@ from accel.signature import leaves, map_tree
 
 aten = torch.ops.aten
 
-SEGMENT_OPERATIONS = 512
-"""After so many ops a segment ends, and runs while the next is recorded."""
+FIRST_OPERATIONS, SEGMENT_OPERATIONS = 64, 512
+"""After so many ops a segment ends, and runs while the next is recorded. The first is short and the
+others up to twice as long as the one before: what the device is to begin with takes the host less
+long to launch."""
 _UNRECORDABLE_TAGS = {Tag.dynamic_output_shape, Tag.data_dependent_output, Tag.cudagraph_unsafe}
 _UNRECORDABLE = {aten._linalg_check_errors, aten.bincount, aten.histogram, aten.linalg_eig}
 """Tags miss these: they wait for the device, or the shape of their result depends on values."""
@@ -113,7 +115,7 @@ def watched(recording: Recording) -> Iterator[None]:
     >>> y.tolist()
     [2.0, 4.0]
     """
-    with OpRecorder(recording) as recorder, visible_host_data(recorder.linear):
+    with OpRecorder(recording) as recorder, visible_host_data(recorder.whole):
         yield
 
 
@@ -142,6 +144,7 @@ class OpRecorder(TorchDispatchMode):
         self._address, self._plain = self._backend.address, set(self._backend.tensor_types)
         self._origins = recording.origins
         self._rules: dict[int, Rule] = {}
+        self._length = self._end = min(FIRST_OPERATIONS, SEGMENT_OPERATIONS)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -175,33 +178,40 @@ class OpRecorder(TorchDispatchMode):
 
     def _count(self) -> None:
         self._graph.operations += 1
-        if self._graph.operations % SEGMENT_OPERATIONS == 0 and self._pool.may_cut:
+        if self._graph.operations == self._end and self._pool.may_cut:
             self._recording.cut()
+            self._length = min(2 * self._length, SEGMENT_OPERATIONS)
+            self._end += self._length
 
-    def linear(self) -> Callable[..., torch.Tensor]:
-        """A stand-in for `torch.nn.functional.linear` that makes it one op here: torch makes up to
-        four of it, more than half of what a transformer does. The original where something was
-        compiled in this process: it would be compiled anew if it met another function there."""
-        compiled = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
-        original, plain = torch.nn.functional.linear, self._plain | {type(None)}
+    def whole(self, original: Callable[..., Any], most: int) -> Callable[..., Any]:
+        """A stand-in for a function of torch that makes it one op here (torch makes up to four of a
+        linear layer), and one that no dispatch mode sees, which takes most of the time. For
+        functions that have no effect but their result unless an argument says so: by name, or as
+        one of more than `most` without. The original where something was compiled in this process:
+        it would be compiled anew if it met another function there."""
+        if getattr(sys.modules.get("torch._dynamo.utils"), "counters", None):
+            return original
+        plain = self._plain | {type(None), bool, int, float, tuple, torch.Size}
 
         @functools.wraps(original)
-        def linear(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = [*args, *kwargs.values()] if kwargs else args
             if (
                 current_recording() is not self._recording
                 or torch._C._len_torch_dispatch_stack() != 1
                 or torch._C._functorch.peek_interpreter_stack() is not None
-                or kwargs
-                or not plain.issuperset(map(type, args))
+                or not plain.issuperset(map(type, given))
+                or len(args) > most
+                or any(map(kwargs.get, ("inplace", "dropout_p")))
                 or self._pool.unrecordable
-                or self._look_at(args)[1]
+                or self._look_at(given)[1]
             ):
                 return original(*args, **kwargs)
             self._count()
             with torch._C._DisableTorchDispatch():
                 return self._run(original, args, kwargs)
 
-        return original if compiled else linear
+        return run
 
     def _learned(self, func: Any) -> Rule:
         rule = _rule_for(func)

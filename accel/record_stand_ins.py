@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,23 +25,24 @@ _alone = threading.RLock()
 
 
 @contextlib.contextmanager
-def visible_host_data(linear: Callable[[], Any]) -> Iterator[None]:
+def visible_host_data(whole: Callable[[Any, int], Any]) -> Iterator[None]:
     """Makes visible what no dispatch mode sees: `torch.tensor(data, device=...)`, which becomes
     building on the host and a copy, and lists as indices.
 
     Functions of torch have stand-ins for as long as a thread records, one thread at a time; in the
     others these do as the originals. (A `TorchFunctionMode` would see the calls too, and each
-    `x.shape`: 2 µs an access.) `linear` makes one for `torch.nn.functional.linear`.
+    `x.shape`: 2 µs an access.) `whole` makes those of functions that are recorded as one op.
 
     >>> from accel.graph import BreakableGraph, capture
     >>> from accel.memory import Pool
     >>> with capture(BreakableGraph(Pool(device)), automatic=False):
-    ...     with visible_host_data(lambda: torch.nn.functional.linear):
+    ...     with visible_host_data(lambda original, most: original):
     ...         torch.Tensor.new_tensor.__module__
     'accel.record_stand_ins'
     """
     with _alone, contextlib.ExitStack() as stack:
-        for owner, name, stand_in in (*_STAND_INS, (torch.nn.functional, "linear", linear())):
+        ones = [(owner, name, whole(getattr(owner, name), most)) for owner, name, most in _WHOLE]
+        for owner, name, stand_in in (*_STAND_INS, *ones):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         stack.enter_context(patched(torch.Tensor, **_INDEXING_STAND_INS))
         yield
@@ -104,6 +106,13 @@ def _on_device(index: Any, device: torch.device) -> Any:
     return index
 
 
+_FUNCTIONS = {"linear": 3, "conv2d": 7, "group_norm": 5, "layer_norm": 5, "rms_norm": 4}
+_FUNCTIONS |= {"silu": 1, "gelu": 1, "scaled_dot_product_attention": 4}
+_METHODS = ("view", "reshape", "transpose", "permute", "unsqueeze", "chunk")
+_WHOLE = [(torch.nn.functional, name, most) for name, most in _FUNCTIONS.items()]
+_WHOLE += [(torch.Tensor, name, sys.maxsize) for name in _METHODS]
+"""What most ops of most models are, and how many arguments without a name are harmless: further
+ones write in place or drop out."""
 _REPR: Callable[..., str] = torch.Tensor.__repr__
 _STAND_INS: list[tuple[Any, str, Any]] = [
     (torch, "tensor", _from_data(torch.tensor)),

@@ -102,7 +102,7 @@ class Recorded:
         with pool.use():
             self._static.fill(tensors)
             try:
-                self.graph.replay()
+                self.graph.run()
             except BaseException:
                 if random is not None:
                     pool.backend.set_rng_state(pool.device, random)

@@ -171,7 +171,7 @@ def nodes(x: Any) -> Iterator[tuple[Place, Any, Container | None]]:
     ahead: list[tuple[Place, Any]] = [((), x)]
     while ahead:
         place, node = ahead.pop()
-        container = opened(node)
+        container = None if type(node) in _LEAVES else opened(node)
         yield place, node, container
         if container is not None:
             inside = zip(container.names, container.children, strict=True)

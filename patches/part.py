@@ -145,9 +145,11 @@ class Part:
 
     def _runner_for(self, original: Callable[..., Any]) -> GraphRunner | None:
         device = self.device()
-        if device is None or backend_for(device) is None:
-            return None
-        pool = self.options.pool(device)
+        pool = None if device is None else self.options.pools.get(device)
+        if pool is None:
+            if device is None or backend_for(device) is None:
+                return None
+            pool = self.options.pool(device)
         if self._runner is None or self._runner.pool is not pool:
             self._runner = GraphRunner(
                 shimmed(original, self.module),

@@ -11,13 +11,15 @@ import pytest
 import torch
 import torch._dynamo.utils
 from torch import Tensor
+from torch.nn import functional
 
 from accel.backend import backend_for
 from accel.breaks import GuardMiss
-from accel.graph import BreakableGraph, Refused, capture
+from accel.graph import ARGUMENT, BreakableGraph, Refused, capture
 from accel.memory import Pool
 from accel.pipelines.tiny import FAMILIES
 from accel.record import Rule, _rule_for
+from accel.record_stand_ins import _WHOLE, visible_host_data
 from tests.accel.common import MakeTwin
 from tests.accel.same import assert_same
 from tests.accel.test_families import moved
@@ -216,6 +218,75 @@ def three_ways(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
     linear = torch.nn.functional.linear
     each = torch.vmap(linear, in_dims=(0, None, None))(x, weight, bias)
     return linear(x, weight, bias), linear(x[:, None], weight=weight), each
+
+
+WHOLE_FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "conv2d": lambda x: functional.conv2d(x, x[:1], x[0, 0, 0, :1], 1, padding=(1, 0)),
+    "group_norm": lambda x: functional.group_norm(x, 1, x[0, :, 0, 0], x[0, :, 0, 1], 1e-3),
+    "layer_norm": lambda x: functional.layer_norm(x, (4,), x[0, 0, 0], None, 1e-3),
+    "rms_norm": lambda x: functional.rms_norm(x, (4,), weight=x[0, 0, 0]),
+    "silu": lambda x: functional.silu(x, inplace=False),
+    "gelu": lambda x: functional.gelu(x, approximate="none"),
+    "attention": lambda x: functional.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "views": lambda x: x.view(2, -1).reshape((4, 4)).transpose(0, 1).permute(1, 0).unsqueeze(0),
+    "chunks": lambda x: x.chunk(2, dim=-1),
+}
+"""Of a tensor of 1 x 2 x 2 x 4."""
+
+
+class TestWholeFunctions:
+    """What most ops of most models are is one op each, past the dispatch mode."""
+
+    @pytest.fixture
+    def image(self, device: torch.device) -> Tensor:
+        return torch.linspace(-1, 1, 16).view(1, 2, 2, 4).to(device)
+
+    @pytest.mark.parametrize("name", WHOLE_FUNCTIONS)
+    def test_replays_as_it_runs(self, name: str, image: Tensor) -> None:
+        function = WHOLE_FUNCTIONS[name]
+        graph, y = record(function, image)
+        assert (graph.breaks, graph.segments) == ([], 1)
+        image.mul_(-0.5)
+        graph.replay()
+        assert_same(y, function(image))
+
+    @pytest.mark.parametrize(("owner", "name", "most"), _WHOLE)
+    def test_each_is_known_to_torch_and_put_back(self, owner: Any, name: str, most: int) -> None:
+        before, held = getattr(owner, name), name in vars(owner)
+        with visible_host_data(lambda original, most: lambda *args, **kwargs: original):
+            assert getattr(owner, name)() is before
+        assert getattr(owner, name) is before
+        assert (name in vars(owner)) == held
+
+    @pytest.mark.parametrize("how", [((), {"inplace": True}), ((True,), {})])
+    def test_what_is_written_in_place_is_noticed(self, how: Any, x: Tensor) -> None:
+        before, (args, kwargs) = x.clone(), how
+        origins = {backend_for(x.device).storage(x).data_ptr(): ARGUMENT}
+        with (
+            pytest.raises(Refused, match="changes an argument in place"),
+            capture(BreakableGraph(Pool(x.device)), origins=origins),
+        ):
+            functional.silu(x, *args, **kwargs)
+        assert_same(x, before)
+
+    @pytest.mark.parametrize("how", [((None, 0.5), {}), ((), {"dropout_p": 0.5})])
+    def test_what_drops_out_draws_anew(self, how: Any, image: Tensor) -> None:
+        args, kwargs = how
+        attend = functional.scaled_dot_product_attention
+        graph = BreakableGraph(Pool(image.device))
+        torch.manual_seed(0)
+        with capture(graph):
+            y = functional.scaled_dot_product_attention(image, image, image, *args, **kwargs)
+        torch.manual_seed(1)
+        graph.replay()
+        torch.manual_seed(1)
+        assert_same(y, attend(image, image, image, *args, **kwargs))
+
+    def test_host_tensors_stay_constants(self, x: Tensor) -> None:
+        graph, y = record(lambda x: x + torch.arange(6.0).view(2, 3).unsqueeze(0).to(x.device), x)
+        x.zero_()
+        graph.replay()
+        assert y.tolist() == [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]]
 
 
 class TestLinearLayers:
