@@ -76,6 +76,9 @@ class Yardstick:
             self.exact["one GPU"].add(whole, reference.exact)
             self.exact["split"].add(split, reference.exact)
 
+    def _widest(self, most: int = 10) -> list[dict[str, Any]]:
+        return sorted(self._others, key=lambda other: -float(other["gap to it"]))[:most]
+
     def figures(self) -> dict[str, Any]:
         """For the result file."""
         figures: dict[str, Any] = {
@@ -126,6 +129,9 @@ class Judge:
             error = float(errors[prompt])
             self._others.append({"batch": batch, "prompt": prompt, **other, "error": error})
 
+    def _widest(self, most: int = 10) -> list[dict[str, Any]]:
+        return sorted(self._others, key=lambda other: -float(other["gap to it"]))[:most]
+
     def figures(self) -> dict[str, Any]:
         """For the result file. `failed` lists what is beyond the bound."""
         measure = self._yardstick
@@ -133,7 +139,8 @@ class Judge:
         figures: dict[str, Any] = {
             "prompts": self._prompts,
             "same token, of 1": self._same / max(1, self._prompts),
-            "other tokens": self._others,
+            "other tokens": len(self._others),
+            "widest gaps of other tokens": self._widest(),
             "gap allowed": self._gap,
             "split from one GPU, relative": self._all.relative,
             "split from one GPU, worst batch": max(self._all.each),

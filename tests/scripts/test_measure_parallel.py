@@ -332,7 +332,8 @@ def test_tokens_may_differ_only_where_rounding_explains_the_gap() -> None:
         judge.add(7, answer(token=3), answer())
         figures = judge.figures()
         assert figures["same token, of 1"] == 0.5
-        (other,) = figures["other tokens"]
+        (other,) = figures["widest gaps of other tokens"]
+        assert figures["other tokens"] == 1
         assert other == {"batch": 7, "prompt": 0, "gap to it": 1, "top-2 gap": 1, "error": 1}
         assert (not figures["failed"]) == fine
 
