@@ -333,23 +333,25 @@ class StaticInputs:
         if any(overlaps(distinct(x)) for x in tensors):
             raise Uncapturable("an argument is a tensor whose elements overlap in memory")
         self.tensors = [like_in_memory(x, backend) for x in tensors]
-        # Host tensors stay as they are: their values are part of the key.
-        moving = [i for i, x in enumerate(self.tensors) if not x.is_cpu and x.numel()]
-        self._moving = [(i, self.tensors[i].shape) for i in moving]
-        self._targets = [distinct(self.tensors[i]).detach() for i in moving]
+        alike: dict[torch.dtype, list[int]] = {}
+        for i, x in enumerate(self.tensors):
+            if not x.is_cpu and x.numel():  # host tensors stay: their values are part of the key
+                alike.setdefault(x.dtype, []).append(i)
+        self._groups = [
+            (g, [distinct(self.tensors[i]).detach() for i in g]) for g in alike.values()
+        ]
         for target, source in zip(self.tensors, tensors, strict=True):
             distinct(target.detach()).copy_(distinct(source))
         self.storages = {backend.storage(x).data_ptr(): i for i, x in enumerate(self.tensors)}
 
     def fill(self, tensors: list[torch.Tensor]) -> None:
-        """Copies a call's tensors in, in the order of `Signature.tensors`."""
-        if self._targets:
-            sources = [
-                tensors[i] if target.shape == shape else distinct(tensors[i])
-                for (i, shape), target in zip(self._moving, self._targets, strict=True)
-            ]
-            with torch.no_grad():
-                torch._foreach_copy_(self._targets, sources)
+        """Copies a call's tensors in, in the order of `Signature.tensors`. Torch copies those of one
+        dtype by one kernel, others one by one."""
+        with torch.no_grad():
+            for group, targets in self._groups:
+                ours = zip(map(tensors.__getitem__, group), targets, strict=True)
+                sources = [x if x.shape == target.shape else distinct(x) for x, target in ours]
+                torch._foreach_copy_(targets, sources)
 
     def substitute(self, call: Any, tensors: list[torch.Tensor]) -> Any:
         """`call` with each tensor replaced by its static copy, all containers new."""
