@@ -345,8 +345,8 @@ class StaticInputs:
         self.storages = {backend.storage(x).data_ptr(): i for i, x in enumerate(self.tensors)}
 
     def fill(self, tensors: list[torch.Tensor]) -> None:
-        """Copies a call's tensors in, in the order of `Signature.tensors`. Torch copies those of one
-        dtype by one kernel, others one by one."""
+        """Copies a call's tensors in, in the order of `Signature.tensors`. Torch copies tensors of
+        one dtype by one kernel, others one by one."""
         with torch.no_grad():
             for group, targets in self._groups:
                 ours = zip(map(tensors.__getitem__, group), targets, strict=True)
