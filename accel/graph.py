@@ -110,8 +110,8 @@ class Recording:
     (1.0, 2)
     """
 
-    def __init__(self, graph: BreakableGraph, origins: Mapping[int, str]) -> None:
-        self.graph = graph
+    def __init__(self, graph: BreakableGraph, origins: Mapping[int, str], run: bool = True) -> None:
+        self.graph, self._run = graph, run
         self.origins = dict(origins)
         """What the storages are that this recording has met, by address: OURS, or in words."""
         self.known = {base for base, o in self.origins.items() if base and o == WEIGHT}
@@ -133,11 +133,12 @@ class Recording:
         self._segment.begin()
 
     def close(self) -> None:
-        """Ends the open segment and runs it for the first time."""
+        """Ends the open segment and runs it for the first time, unless nobody needs its values."""
         self._segment.end()
         segment, self._segment = self._segment, None
         self.graph.steps.append(segment)
-        segment.replay()
+        if self._run:
+            segment.replay()
 
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:
@@ -171,6 +172,8 @@ class Recording:
         step = Break(function, args, kwargs, self.graph.pool, ambient)
         with self.interrupted():
             result = step.first_run()
+        if step.guarded and not self._run:
+            raise Refused(f"{step.what} brings a value to the host that was not computed")
         if step.guarded and self.effect is not None:
             raise Refused(f"{step.what} brings a value to the host after {self.effect}")
         if step.guarded and not pure:
@@ -242,13 +245,16 @@ def capture(
     *,
     automatic: bool = True,
     origins: Mapping[int, str] = types.MappingProxyType({}),
+    run: bool = True,
 ) -> Iterator[Recording]:
     """Records what the body does into `graph`, running it at the same time.
 
     `automatic` finds and breaks ops that cannot be recorded; without it every break must be
     explicit (`eager_on_graph`, `break_graph`) and recording costs nothing an op. `origins` tells,
     by address, what storages are that need not be held: ARGUMENT, and WEIGHT for those on the
-    pool's device. Raises what the body raises, or `Refused`; the process and the pool stay usable.
+    pool's device. Without `run` segments are recorded only: where nobody needs the results, and no
+    break minds what lies in its arguments. Raises what the body raises, or `Refused`; the process
+    and the pool stay usable.
 
     >>> x = torch.ones(2, device=device)
     >>> graph = BreakableGraph(Pool(device))
@@ -261,7 +267,7 @@ def capture(
     """
     from accel.record import watched  # record.py builds on this module
 
-    recording = Recording(graph, origins)
+    recording = Recording(graph, origins, run)
     with graph.pool.recording(), _surroundings(graph.pool.backend, recording):
         try:
             recording.open()

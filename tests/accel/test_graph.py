@@ -40,6 +40,31 @@ def test_recording_runs_the_body_for_real(graph: BreakableGraph, x: Tensor) -> N
     assert graph.breaks == []
 
 
+def test_what_nobody_needs_is_recorded_without_running(graph: BreakableGraph, x: Tensor) -> None:
+    ran: list[str] = []
+
+    @eager_on_graph
+    def double(y: Tensor) -> None:
+        ran.append("break")
+        y.mul_(2)
+
+    written = torch.zeros_like(x)
+    with capture(graph, automatic=False, run=False):
+        y = x + 1
+        double(y)
+        written.copy_(y * 10)
+    assert (written.tolist(), graph.segments, ran) == ([0.0] * 4, 2, ["break"])
+    graph.replay()
+    assert (written.tolist(), ran) == ([20.0, 40.0, 60.0, 80.0], ["break"] * 2)
+
+
+def test_no_guard_on_what_was_not_computed(graph: BreakableGraph, x: Tensor) -> None:
+    capturing = capture(graph, automatic=False, run=False)
+    with pytest.raises(Refused, match="was not computed"), capturing:
+        y = x + 1
+        eager_on_graph(y.sum().item, pure=True)()
+
+
 def test_replay_reads_what_is_there_now(graph: BreakableGraph, x: Tensor) -> None:
     with capture(graph):
         y = (x + 1).cumsum(0)
