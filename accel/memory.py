@@ -66,6 +66,7 @@ class Pool:
         self.may_cut = True
         self.short = False
         """Whether an allocation failed somewhere since graphs were given up last."""
+        self._here = threading.local()
         self._last_use: Any = None
         self._last_stream: Any = None
         self._ticks = itertools.count()
@@ -103,21 +104,35 @@ class Pool:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """The pool's stream as current stream, after all earlier work, its libraries' handles made;
-        what the caller's stream does next waits for it. Outside inference mode: tensors made in it,
-        such as a random generator's seed at the first recording, could not be written later."""
-        caller, grad = self.backend.current_stream(self.device), torch.is_grad_enabled()
-        with self.use(), torch.inference_mode(False), torch.set_grad_enabled(grad):
+        """`entered`, the libraries' handles made. Outside inference mode: tensors made in it, such
+        as a random generator's seed at the first recording, could not be written later."""
+        grad = torch.is_grad_enabled()
+        with self.entered(), torch.inference_mode(False), torch.set_grad_enabled(grad):
+            self.backend.warm_libraries(self.device)
+            self.anchor()
+            yield
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[Any]:
+        """The pool's stream as current stream, after all earlier work; what the caller's stream,
+        which is yielded, does next waits for it. Comes before locks that are not the pool's."""
+        caller = self.backend.current_stream(self.device)
+        with self.use():
             if not self._give_stream_back.alive:  # closed, and yet in use
                 self._take_stream()
             with self._turn, self.backend.on_stream(self.stream):
                 self.backend.wait_stream(self.stream, caller)
-                self.backend.warm_libraries(self.device)
-                self.anchor()
                 try:
-                    yield
+                    yield caller
                 finally:
                     self.backend.wait_stream(caller, self.stream)
+
+    def warm(self) -> None:
+        """For eager work on the pool's stream: the libraries' handles and scratch memory, once a
+        thread and generation, as a stream's scratch memory goes with its segments."""
+        if getattr(self._here, "warm", None) != self.generation:
+            self.backend.warm_libraries(self.device)
+            self._here.warm = self.generation
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:

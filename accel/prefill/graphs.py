@@ -58,14 +58,15 @@ class Graphs:
         self._follow_the_model()
         if self.given_up is not None:
             return self.given_up
-        if not self._captured and not self._failed and bucket != self._ladder.largest:
+        if not self._captured and not self._failed:
+            self._clear_the_ground()
             self._capture(self._ladder.largest, paged and self._full)
         return self._capture(bucket, paged and self._full)
 
     def capture(self, progress: Progress | None) -> None:
         """Captures every bucket that is not there yet, the largest first."""
         self._follow_the_model()
-        self.pool.backend.empty_cache()  # what eager passes left, graphs cannot take
+        self._clear_the_ground()
         kinds = list(self.kinds())
         for done, (bucket, paged) in enumerate(kinds):
             if self.given_up is not None:
@@ -73,6 +74,10 @@ class Graphs:
             self._capture(bucket, paged)
             if progress is not None:
                 progress(done + 1, len(kinds), bucket)
+
+    def _clear_the_ground(self) -> None:
+        """What eager passes left in the allocator's hands, graphs cannot take."""
+        self.pool.backend.empty_cache()
 
     @property
     def given_up(self) -> str | None:
@@ -98,6 +103,11 @@ class Graphs:
         if self._fruitless == FRUITLESS:
             self._fruitless, self._barred = 0, BARRED_CALLS
         return held
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether there is one to replay."""
+        return bool(self._captured)
 
     def forget_graphs(self) -> None:
         """Drops every graph; the next call captures anew. Called by the pool, too."""

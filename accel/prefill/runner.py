@@ -17,7 +17,7 @@ from torch import nn
 
 from accel.backend import backend_for
 from accel.memory import Pool
-from accel.prefill.batch import Request
+from accel.prefill.batch import Batch, Request
 from accel.prefill.buckets import Ladder
 from accel.prefill.construction import Setup, check_sizes, set_up
 from accel.prefill.graphs import Graphs, Progress
@@ -30,6 +30,7 @@ from accel.prefill.prompts import Guests, Prompt, Prompts, open_prompts
 from accel.prefill.report import PrefillReport
 from accel.prefill.result import Handle, Result
 from accel.prefill.slots import HOST
+from accel.prefill.workplace import Workplace
 
 HEAD_ROWS = 1024
 """Rows of hidden states that `score` gives the head at a time."""
@@ -65,6 +66,7 @@ class PrefillRunner:
         self._ladder = Ladder(max_tokens, buckets)
         self._lock = threading.RLock()
         self._pool = Pool(model.device) if backend_for(model.device) else None
+        self._place = Workplace(self._pool, model.ranks)
         self._graphs: Graphs | None = None
         self._guests = Guests()
         self.report = PrefillReport(model.name, mode, attention)
@@ -78,8 +80,9 @@ class PrefillRunner:
                 full = self.report.mode == "full"
                 self._graphs = Graphs(self._body, self._pool, self._ladder, full, self.report)
                 self.report.unpadded_above = unpadded_above
-                run = self._body.eager
-                self._unpadded = Unpadded(self._body, self._pool, self._ladder, run, self.report)
+                self._unpadded = Unpadded(
+                    self._body, self._pool, self._ladder, self._run, self.report
+                )
 
     def __call__(
         self,
@@ -99,11 +102,11 @@ class PrefillRunner:
                 made_of = self._made_of()  # while the device works
             for handle in opened.handles:
                 handle.made_of = made_of
-            last = torch.stack([states[-1] for states in hidden])
+            logits = self._last_logits(hidden)
             layers = len(self._body.groups) if self._body else 0
             self.report.calls += 1
             hand_over = self._model.generate_kwargs
-            return Result(self._model.head(last), hidden, opened.handles, hand_over, layers)
+            return Result(logits, hidden, opened.handles, hand_over, layers)
 
     def _made_of(self) -> object:
         """What keys and values follow from: weights, told by where they lie and how often they were
@@ -111,6 +114,12 @@ class PrefillRunner:
         weights = _weights_of(self._model.module)
         seen = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in weights]
         return seen, self._model.state()
+
+    def _last_logits(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+        def head() -> torch.Tensor:
+            return self._model.head(torch.stack([states[-1] for states in hidden]))
+
+        return self._place.run(head, len(hidden) <= self._max_requests)
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """The log-probability of every token but the first, given those before it: float32 on the
@@ -138,7 +147,7 @@ class PrefillRunner:
         Raises ValueError if memory for it is missing: `plan()` says how much it takes.
         """
         with self._alone():
-            if self._graphs is not None:
+            if self._graphs is not None and self._pool is not None:
                 self._check_memory()
                 if progress is True:
                     from accel.prefill.progress import bar
@@ -147,7 +156,10 @@ class PrefillRunner:
                         self._graphs.capture(shown)
                 else:
                     self._graphs.capture(progress or None)
+                generation = self._pool.generation
                 self._unpadded.found_out()
+                if self._pool.generation != generation:  # the model kept something of the graphs'
+                    self._graphs.capture(None)
         return self
 
     @property
@@ -209,12 +221,7 @@ class PrefillRunner:
         with self._lock, torch.inference_mode(False), torch.no_grad(), self._plainly():
             if self._closed:
                 raise ValueError("this prefill runner is closed: make another")
-            if self._pool is None:
-                yield
-                return
-            with self._pool.use():
-                if self._model.ranks == 1:  # ranks capture anew together or not at all
-                    self._pool.relieve()
+            with self._place.entered(graphs=self.report.mode != "eager"):
                 yield
 
     def _plainly(self) -> AbstractContextManager[Any]:
@@ -241,7 +248,7 @@ class PrefillRunner:
             packed = self._pass(requests).split([request.length for request in requests])
             for piece, states in zip(pieces, packed, strict=True):
                 parts[piece.prompt].append(states)
-        return [torch.cat(states) if len(states) > 1 else states[0] for states in parts]
+        return [self._place.joined(states) for states in parts]
 
     def _pass(self, requests: Sequence[Request]) -> torch.Tensor:
         """One forward pass: hidden states `[tokens, hidden]`, a copy."""
@@ -259,7 +266,15 @@ class PrefillRunner:
                 return hidden
             why = hidden
         report.eager(why)
-        return body.eager(body.pack(requests, rows))[:tokens]
+        return self._run(body.pack(requests, rows))
+
+    def _run(self, batch: Batch) -> torch.Tensor:
+        """An eager pass: hidden states of the batch's tokens."""
+        body = self._body
+        assert body is not None
+        body.plan(batch)  # what attention keeps of it stays out of the graphs' memory
+        small = batch.bucket <= self._ladder.largest
+        return self._place.run(lambda: body.planned(batch)[: batch.tokens], small)
 
     def _replayed(self, requests: Sequence[Request], rows: int, tokens: int) -> torch.Tensor | str:
         """The same by a graph, or why by none."""
@@ -270,7 +285,7 @@ class PrefillRunner:
             if isinstance(found, str):
                 return found
             found.replay(requests)
-            hidden = found.output[:tokens].clone()
+            hidden = self._place.taken_out(found.output[:tokens])
             if graphs.hold():
                 graphs.count(found, paged)
                 return hidden

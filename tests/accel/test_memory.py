@@ -128,6 +128,50 @@ class TestFewStreams:
         assert begun[0] == begun[1] and begun[2] == begun[3]
 
 
+def test_a_pools_stream_is_entered_and_left_in_order(sim: torch.device) -> None:
+    from accel.backend import backend_for
+
+    backend: Any = backend_for(sim)
+    pool, outer = Pool(sim), backend.new_stream(sim)
+    outer.time = 4.0
+    with backend.on_stream(outer), pool.entered() as caller:
+        assert caller is outer and backend.current_stream(sim) is pool.stream
+        assert pool.stream.time == 4.0
+        with pool.entered() as inner, pool.recording():
+            assert inner is pool.stream
+        pool.stream.time = 7.0
+    assert outer.time == 7.0
+    with pytest.raises(KeyError), backend.on_stream(outer), pool.entered():
+        pool.stream.time = 9.0
+        raise KeyError
+    assert outer.time == 9.0
+
+
+def test_scratch_memory_is_made_once_a_thread_and_generation(
+    pool: Pool, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, warm = list[torch.device](), backend.warm_libraries
+
+    def noted(device: torch.device) -> None:
+        made.append(device)
+        warm(device)
+
+    monkeypatch.setattr(backend, "warm_libraries", noted, raising=False)
+
+    def work() -> None:
+        for _ in range(2):
+            with pool.entered():
+                pool.warm()
+
+    work()
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        other.submit(work).result()
+    assert made == [pool.device] * 2
+    pool.retire()
+    work()
+    assert made == [pool.device] * 3
+
+
 def test_the_default_limit_is_half_of_what_is_free(pool: Pool, backend: Backend) -> None:
     assert pool.limit is None
     pool.set_default_limit()

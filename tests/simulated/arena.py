@@ -176,6 +176,8 @@ class Arena:
         self.pools: dict[Any, Pool] = {}
         self.observers: list[Callable[..., None]] = []
         """Told of every allocation that fails."""
+        self.peak = 0
+        """The most that was ever reserved, as far as a test wants to know."""
         self._pending: deque[Death] = deque()
         self._lock = threading.Lock()
 
@@ -259,3 +261,4 @@ class Arena:
                 f"{self.reserved()} of {self.total} bytes are reserved."
             )
         pool.add_slab(self.space.take(size), size)
+        self.peak = max(self.peak, self.reserved())

@@ -1,0 +1,76 @@
+"""Where the calls of a runner run: on whose stream, in whose memory, and how results come out.
+
+With graphs all of a call runs on their pool's stream, eager work and the head too: a library keeps
+scratch memory for every stream that it ever ran on, and memory that was freed on one stream goes to
+no other. Knows pools and tensors, no prompts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from accel.memory import Pool
+from accel.prefill.lent import LentMemory
+
+
+class Workplace:
+    """One runner's. `ranks` are as in `PrefillModel`; without a `pool` it is the caller's stream.
+
+    Used by one thread at a time.
+    """
+
+    def __init__(self, pool: Pool | None, ranks: int) -> None:
+        self._pool, self._alone = pool, ranks == 1
+        self._lent = None if pool is None or ranks > 1 else LentMemory(pool)
+        self._caller: Any = None
+        """The stream of whoever calls; None while work is done on that itself."""
+
+    @contextlib.contextmanager
+    def entered(self, graphs: bool) -> Iterator[None]:
+        """Exclusive use of the pool, on its own stream if there are `graphs`, or will be. Where
+        memory has run out somewhere these are given up before, but not over several ranks, which
+        capture anew together or not at all."""
+        if self._pool is None:
+            yield
+            return
+        outer = self._caller
+        with self._pool.entered() if graphs else self._pool.use() as self._caller:
+            try:
+                if self._alone:
+                    self._pool.relieve()
+                if graphs:
+                    self._pool.warm()
+                yield
+            finally:
+                self._caller = outer
+
+    def run(self, work: Callable[[], torch.Tensor], small: bool = True) -> torch.Tensor:
+        """What eager `work` returns, taken out. Where there are graphs it has their memory, if it
+        is `small`: their pool would grow for good. Not over several ranks: one of them might lose
+        its graphs by that."""
+        if self._lent is None or self._caller is None or not small:
+            return self.taken_out(work())
+        return self._lent.run(work, self.taken_out)
+
+    def taken_out(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, or, of work on the pool's stream, a copy that is the caller's own."""
+        return x if self._caller is None else self._owned(x, len(x)).copy_(x)
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The rows of several tensors in one, the caller's own."""
+        if self._caller is None or len(parts) == 1:
+            return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        return torch.cat(list(parts), out=self._owned(parts[0], sum(map(len, parts))))
+
+    def _owned(self, like: torch.Tensor, rows: int) -> torch.Tensor:
+        """Memory that belongs to the caller's stream, so that it goes back in the order of the work
+        there. What is queued there, and may still use it, comes first."""
+        assert self._pool is not None
+        with self._pool.backend.on_stream(self._caller):
+            whole = like.new_empty(rows, *like.shape[1:])
+        self._pool.backend.wait_stream(self._pool.stream, self._caller)
+        return whole
