@@ -11,11 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tag
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.graph import ARGUMENT, OURS, Recording, Refused, current_recording
@@ -38,6 +41,7 @@ _RUNNING_STATISTICS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.def
 """Their schemas hide that they write arguments 3 and 4 where argument 5, `training`, is true."""
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}
 _TENSOR = torch.Tensor
+_OF_TORCH = types.BuiltinFunctionType, types.MethodDescriptorType
 _NO_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 
 
@@ -183,33 +187,45 @@ class OpRecorder(TorchDispatchMode):
             self._length = min(2 * self._length, SEGMENT_OPERATIONS)
             self._end += self._length
 
-    def whole(self, original: Callable[..., Any], most: int) -> Callable[..., Any]:
+    def whole(self, owner: Any, name: str) -> Callable[..., Any]:
         """A stand-in for a function of torch that makes it one op here (torch makes up to four of a
         linear layer), and one that no dispatch mode sees, which takes most of the time. For
-        functions that have no effect but their result unless an argument says so: by name, or as
-        one of more than `most` without. The original where something was compiled in this process:
+        functions that have no effect but their result, unless told `out`. The original where that
+        is not torch's own, which may do anything, and where something was compiled in this process:
         it would be compiled anew if it met another function there."""
-        if getattr(sys.modules.get("torch._dynamo.utils"), "counters", None):
-            return original
+        original = getattr(owner, name)
+        compiled = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+        if compiled or not isinstance(original, _OF_TORCH):
+            return original  # type: ignore[no-any-return]
         plain = self._plain | {type(None), bool, int, float, tuple, torch.Size}
+        recorder = weakref.ref(self)  # someone may keep the stand-in
 
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
-            given = [*args, *kwargs.values()] if kwargs else args
+            given, here = (*args, *kwargs.values()) if kwargs else args, recorder()
+            mine = here is not None and current_recording() is here._recording
+            if has_torch_function(given):  # they compare functions, with torch's own
+                if not mine:
+                    return handle_torch_function(original, given, *args, **kwargs)
+                setattr(owner, name, original)
+                try:
+                    return handle_torch_function(original, given, *args, **kwargs)
+                finally:
+                    setattr(owner, name, run)
             if (
-                current_recording() is not self._recording
+                here is None
+                or not mine
                 or torch._C._len_torch_dispatch_stack() != 1
                 or torch._C._functorch.peek_interpreter_stack() is not None
                 or not plain.issuperset(map(type, given))
-                or len(args) > most
-                or any(map(kwargs.get, ("inplace", "dropout_p")))
-                or self._pool.unrecordable
-                or self._look_at(given)[1]
+                or "out" in kwargs
+                or here._pool.unrecordable
+                or here._look_at(given)[1]
             ):
                 return original(*args, **kwargs)
-            self._count()
+            here._count()
             with torch._C._DisableTorchDispatch():
-                return self._run(original, args, kwargs)
+                return here._run(original, args, kwargs)
 
         return run
 
@@ -222,7 +238,7 @@ class OpRecorder(TorchDispatchMode):
 
     def _look_at(self, args: Iterable[Any]) -> tuple[bool, bool]:
         """Whether there are device tensors and host tensors among `args`; notes new ones. Most
-        arguments are told at a glance: a list with a number in front holds nothing else."""
+        arguments are told at a glance: an op's list with a number in front holds nothing else."""
         device = host = False
         known, address = self._known, self._address
         for x in args:
@@ -235,7 +251,7 @@ class OpRecorder(TorchDispatchMode):
                     host = True
                 else:
                     device = True
-            elif (kind is list or kind is tuple) and x and type(x[0]) is not int:
+            elif kind is tuple or (kind is list and x and type(x[0]) is not int):
                 in_device, in_host = self._look_at(x)
                 device, host = device or in_device, host or in_host
         return device, host

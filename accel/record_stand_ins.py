@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.utils._device import _device_constructors
 
 from accel.graph import Refused, current_recording
 from accel.item_slots import patched
@@ -25,7 +27,7 @@ _alone = threading.RLock()
 
 
 @contextlib.contextmanager
-def visible_host_data(whole: Callable[[Any, int], Any]) -> Iterator[None]:
+def visible_host_data(whole: Callable[[Any, str], Any]) -> Iterator[None]:
     """Makes visible what no dispatch mode sees: `torch.tensor(data, device=...)`, which becomes
     building on the host and a copy, and lists as indices.
 
@@ -36,16 +38,34 @@ def visible_host_data(whole: Callable[[Any, int], Any]) -> Iterator[None]:
     >>> from accel.graph import BreakableGraph, capture
     >>> from accel.memory import Pool
     >>> with capture(BreakableGraph(Pool(device)), automatic=False):
-    ...     with visible_host_data(lambda original, most: original):
+    ...     with visible_host_data(getattr):
     ...         torch.Tensor.new_tensor.__module__
     'accel.record_stand_ins'
     """
     with _alone, contextlib.ExitStack() as stack:
-        ones = [(owner, name, whole(getattr(owner, name), most)) for owner, name, most in _WHOLE]
+        _device_constructors()  # torch asks for them once, and would take the stand-ins for them
+        ones = [(owner, name, whole(owner, name)) for owner, name in _WHOLE]
+        ones += [(layers, "F", _functional(whole)) for layers in _LAYERS]
         for owner, name, stand_in in (*_STAND_INS, *ones):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         stack.enter_context(patched(torch.Tensor, **_INDEXING_STAND_INS))
         yield
+
+
+def _functional(whole: Callable[[Any, str], Any]) -> types.ModuleType:
+    """What torch's own layers find in place of `torch.nn.functional`, which stays as it is: others
+    compare its functions with those that they are told of, in any thread."""
+    actual, seen = torch.nn.functional, types.ModuleType("torch.nn.functional")
+    originals = types.SimpleNamespace(linear=actual.linear, conv2d=actual.conv2d)
+    stand_ins = {name: (x, whole(originals, name)) for name, x in vars(originals).items()}
+
+    def find(name: str) -> Any:
+        found = getattr(actual, name)  # the forward may put another in its place
+        original, stand_in = stand_ins.get(name, (None, None))
+        return stand_in if found is original else found
+
+    vars(seen)["__getattr__"] = find
+    return seen
 
 
 def _from_data(original: Any) -> Any:
@@ -54,9 +74,10 @@ def _from_data(original: Any) -> Any:
     @functools.wraps(original)
     def build(data: Any, *args: Any, **kwargs: Any) -> Any:
         recording, device = current_recording(), kwargs.get("device")
-        device = torch.get_default_device() if device is None else torch.device(device)
-        if recording is None or isinstance(data, torch.Tensor):
+        empty = isinstance(data, list) and not data  # how torch itself asks for its default device
+        if recording is None or empty or isinstance(data, torch.Tensor):
             return original(data, *args, **kwargs)
+        device = torch.get_default_device() if device is None else torch.device(device)
         data = map_tree(_on_host, data)
         if device.type == "cpu":
             return original(data, *args, **kwargs)
@@ -86,6 +107,8 @@ def _indexed(original: Any) -> Any:
     def item(self: torch.Tensor, index: Any, *value: Any) -> Any:
         if not self.is_cpu and current_recording() is not None:
             index = _on_device(index, self.device)
+        if has_torch_function_unary(self):  # torch would tell it of the stand-in
+            return handle_torch_function(original, (self,), self, index, *value)
         return original(self, index, *value)
 
     return item
@@ -106,13 +129,18 @@ def _on_device(index: Any, device: torch.device) -> Any:
     return index
 
 
-_FUNCTIONS = {"linear": 3, "conv2d": 7, "group_norm": 5, "layer_norm": 5, "rms_norm": 4}
-_FUNCTIONS |= {"silu": 1, "gelu": 1, "scaled_dot_product_attention": 4}
 _METHODS = ("view", "reshape", "transpose", "permute", "unsqueeze", "chunk")
-_WHOLE = [(torch.nn.functional, name, most) for name, most in _FUNCTIONS.items()]
-_WHOLE += [(torch.Tensor, name, sys.maxsize) for name in _METHODS]
-"""What most ops of most models are, and how many arguments without a name are harmless: further
-ones write in place or drop out."""
+_LAYERS = (torch.nn.modules.linear, torch.nn.modules.conv)
+_WHOLE = [
+    (torch, "group_norm"),
+    (torch, "layer_norm"),
+    (torch, "rms_norm"),
+    (torch._C._nn, "silu"),
+    *((torch.Tensor, name) for name in _METHODS),
+]
+"""What most ops of most models are, with the linear layers and convolutions of `_LAYERS`. Not those
+that others keep, compare or replace: activations that a layer is made with in another thread, say,
+or `scaled_dot_product_attention`."""
 _REPR: Callable[..., str] = torch.Tensor.__repr__
 _STAND_INS: list[tuple[Any, str, Any]] = [
     (torch, "tensor", _from_data(torch.tensor)),

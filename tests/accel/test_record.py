@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.utils
 from torch import Tensor
-from torch.nn import functional
 
 from accel.backend import backend_for
 from accel.breaks import GuardMiss
-from accel.graph import ARGUMENT, BreakableGraph, Refused, capture
+from accel.graph import BreakableGraph, Refused, capture
 from accel.memory import Pool
 from accel.pipelines.tiny import FAMILIES
 from accel.record import Rule, _rule_for
-from accel.record_stand_ins import _WHOLE, visible_host_data
 from tests.accel.common import MakeTwin
 from tests.accel.same import assert_same
 from tests.accel.test_families import moved
@@ -169,6 +164,29 @@ def test_refused_are(name: str, x: Tensor) -> None:
         record(function, x)
 
 
+def test_a_default_device_without_a_number_is_known(x: Tensor) -> None:
+    torch.set_default_device(x.device.type)
+    try:
+        graph, y = record(lambda x: x + torch.tensor([1.0, 2.0, 3.0]), x)
+    finally:
+        torch.set_default_device(None)
+    graph.replay()
+    assert y[0].tolist() == [1.0, 3.0, 5.0]
+
+
+def test_torch_learns_no_stand_in_by_heart(x: Tensor) -> None:
+    """Which functions take a default device it looks up once a process."""
+    torch.utils._device._device_constructors.cache_clear()
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.device("cpu"):
+            return x * torch.ones(()).item()
+
+    record(forward, x)
+    with torch.device("meta"):
+        assert torch.tensor([1]).is_meta
+
+
 def test_a_constant_belongs_to_the_recording(x: Tensor) -> None:
     def forward(x: Tensor) -> Tensor:
         table = torch.tensor([1.0, 2.0, 3.0], device=x.device)
@@ -212,122 +230,6 @@ class TestRules:
 
     def test_what_is_no_op_is_looked_at_with_care(self) -> None:
         assert _rule_for(len) == Rule(plain=False)
-
-
-def three_ways(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-    linear = torch.nn.functional.linear
-    each = torch.vmap(linear, in_dims=(0, None, None))(x, weight, bias)
-    return linear(x, weight, bias), linear(x[:, None], weight=weight), each
-
-
-WHOLE_FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
-    "conv2d": lambda x: functional.conv2d(x, x[:1], x[0, 0, 0, :1], 1, padding=(1, 0)),
-    "group_norm": lambda x: functional.group_norm(x, 1, x[0, :, 0, 0], x[0, :, 0, 1], 1e-3),
-    "layer_norm": lambda x: functional.layer_norm(x, (4,), x[0, 0, 0], None, 1e-3),
-    "rms_norm": lambda x: functional.rms_norm(x, (4,), weight=x[0, 0, 0]),
-    "silu": lambda x: functional.silu(x, inplace=False),
-    "gelu": lambda x: functional.gelu(x, approximate="none"),
-    "attention": lambda x: functional.scaled_dot_product_attention(x, x, x, is_causal=True),
-    "views": lambda x: x.view(2, -1).reshape((4, 4)).transpose(0, 1).permute(1, 0).unsqueeze(0),
-    "chunks": lambda x: x.chunk(2, dim=-1),
-}
-"""Of a tensor of 1 x 2 x 2 x 4."""
-
-
-class TestWholeFunctions:
-    """What most ops of most models are is one op each, past the dispatch mode."""
-
-    @pytest.fixture
-    def image(self, device: torch.device) -> Tensor:
-        return torch.linspace(-1, 1, 16).view(1, 2, 2, 4).to(device)
-
-    @pytest.mark.parametrize("name", WHOLE_FUNCTIONS)
-    def test_replays_as_it_runs(self, name: str, image: Tensor) -> None:
-        function = WHOLE_FUNCTIONS[name]
-        graph, y = record(function, image)
-        assert (graph.breaks, graph.segments) == ([], 1)
-        image.mul_(-0.5)
-        graph.replay()
-        assert_same(y, function(image))
-
-    @pytest.mark.parametrize(("owner", "name", "most"), _WHOLE)
-    def test_each_is_known_to_torch_and_put_back(self, owner: Any, name: str, most: int) -> None:
-        before, held = getattr(owner, name), name in vars(owner)
-        with visible_host_data(lambda original, most: lambda *args, **kwargs: original):
-            assert getattr(owner, name)() is before
-        assert getattr(owner, name) is before
-        assert (name in vars(owner)) == held
-
-    @pytest.mark.parametrize("how", [((), {"inplace": True}), ((True,), {})])
-    def test_what_is_written_in_place_is_noticed(self, how: Any, x: Tensor) -> None:
-        before, (args, kwargs) = x.clone(), how
-        origins = {backend_for(x.device).storage(x).data_ptr(): ARGUMENT}
-        with (
-            pytest.raises(Refused, match="changes an argument in place"),
-            capture(BreakableGraph(Pool(x.device)), origins=origins),
-        ):
-            functional.silu(x, *args, **kwargs)
-        assert_same(x, before)
-
-    @pytest.mark.parametrize("how", [((None, 0.5), {}), ((), {"dropout_p": 0.5})])
-    def test_what_drops_out_draws_anew(self, how: Any, image: Tensor) -> None:
-        args, kwargs = how
-        attend = functional.scaled_dot_product_attention
-        graph = BreakableGraph(Pool(image.device))
-        torch.manual_seed(0)
-        with capture(graph):
-            y = functional.scaled_dot_product_attention(image, image, image, *args, **kwargs)
-        torch.manual_seed(1)
-        graph.replay()
-        torch.manual_seed(1)
-        assert_same(y, attend(image, image, image, *args, **kwargs))
-
-    def test_host_tensors_stay_constants(self, x: Tensor) -> None:
-        graph, y = record(lambda x: x + torch.arange(6.0).view(2, 3).unsqueeze(0).to(x.device), x)
-        x.zero_()
-        graph.replay()
-        assert y.tolist() == [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]]
-
-
-class TestLinearLayers:
-    """Torch makes up to four ops of one."""
-
-    def test_they_are_one_op_each(self, x: Tensor) -> None:
-        graph, y = record(lambda x: torch.nn.functional.linear(x[None], x, x.select(1, 0)), x)
-        assert graph.operations == 3
-        x.mul_(2)
-        graph.replay()
-        assert_same(y, torch.nn.functional.linear(x[None], x, x.select(1, 0)))
-
-    def test_however_they_are_called(self, x: Tensor) -> None:
-        layer = x.clone(), x[:, 0].clone()
-        graph, results = record(three_ways, x, *layer)
-        x.mul_(2)
-        graph.replay()
-        assert_same(results, three_ways(x, *layer))
-
-    def test_other_threads_have_the_original(self, x: Tensor) -> None:
-        graph = BreakableGraph(Pool(x.device))
-        one, two = torch.eye(3), torch.ones(2, 3)
-        with capture(graph), ThreadPoolExecutor(1) as others:
-            y = torch.nn.functional.linear(x, x)
-            theirs = others.submit(lambda: torch.nn.functional.linear(two, one)).result()
-        assert graph.operations == 1
-        assert_same((y, theirs), (x @ x.t(), two))
-
-    def test_the_original_comes_back(self, x: Tensor) -> None:
-        original = torch.nn.functional.linear
-        record(lambda x: torch.nn.functional.linear(x, x), x)
-        assert torch.nn.functional.linear is original
-
-    def test_what_was_compiled_meets_the_original(
-        self, x: Tensor, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        original = torch.nn.functional.linear
-        monkeypatch.setitem(torch._dynamo.utils.counters, "frames", Counter(total=1))
-        met: list[Any] = []
-        record(lambda x: met.append(torch.nn.functional.linear), x)
-        assert met == [original]
 
 
 def seven_ops(x: Tensor) -> Tensor:

@@ -1,0 +1,247 @@
+"""What is recorded as one op, past the dispatch mode, and what stand-ins leave as it is."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch._dynamo.utils
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from accel.backend import backend_for
+from accel.graph import ARGUMENT, BreakableGraph, Refused, capture
+from accel.memory import Pool
+from accel.record_stand_ins import _LAYERS, _WHOLE, visible_host_data
+from tests.accel.same import assert_same
+from tests.accel.test_record import record
+
+
+@pytest.fixture
+def x(device: torch.device) -> Tensor:
+    return torch.arange(6.0).view(2, 3).to(device)
+
+
+def three_ways(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    linear = _LAYERS[0].F.linear
+    each = torch.vmap(linear, in_dims=(0, None, None))(x, weight, bias)
+    return linear(x, weight, bias), linear(x[:, None], weight=weight), each
+
+
+WHOLE_FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "conv2d": lambda x: _LAYERS[1].F.conv2d(x, x[:1], x[0, 0, 0, :1], 1, padding=(1, 0)),
+    "group_norm": lambda x: functional.group_norm(x, 1, x[0, :, 0, 0], x[0, :, 0, 1], 1e-3),
+    "layer_norm": lambda x: functional.layer_norm(x, (4,), x[0, 0, 0], None, 1e-3),
+    "rms_norm": lambda x: functional.rms_norm(x, (4,), weight=x[0, 0, 0]),
+    "silu": lambda x: functional.silu(x, inplace=False),
+    "views": lambda x: x.view(2, -1).reshape((4, 4)).transpose(0, 1).permute(1, 0).unsqueeze(0),
+    "chunks": lambda x: x.chunk(2, dim=-1),
+}
+"""Of a tensor of 1 x 2 x 2 x 4."""
+
+
+WRITING: dict[str, Callable[[Tensor], Any]] = {
+    "in place": lambda x: functional.silu(x, inplace=True),
+    "in place, by position": lambda x: functional.silu(x, True),
+    "a layer's result": lambda x: _LAYERS[0].F.linear(x * 1, x.new_ones(3, 3), out=x),
+    "an activation's result": lambda x: torch._C._nn.silu(x * 1, out=x),
+    "through a view": lambda x: x.view(-1).unsqueeze(0).chunk(2, 1)[1].add_(1),
+}
+
+
+OVERRIDDEN: dict[str, Callable[[Tensor], Any]] = {
+    "linear": lambda x: functional.linear(x, x),
+    "silu": functional.silu,
+    "layer_norm": lambda x: functional.layer_norm(x, (3,)),
+    "view": lambda x: x.view(-1),
+    "an item": lambda x: x[0],
+}
+
+
+class _Listening(Tensor):
+    """Notes the functions of torch that it is given to."""
+
+    told: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.told.append(func)
+        return super().__torch_function__(func, kinds, args, kwargs or {})
+
+    @classmethod
+    def hear(cls, function: Callable[[Tensor], Any], x: Tensor) -> tuple[Tensor, list[Any]]:
+        """The function's result and what it led to."""
+        cls.told.clear()
+        y = function(x.as_subclass(cls)).as_subclass(Tensor)
+        return y, [func for func in cls.told if func.__name__ not in ("as_subclass", "__get__")]
+
+
+class _Doubling(TorchFunctionMode):
+    """Doubles a layer's result, which it reads."""
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        return y * 2 if func is functional.linear and y.sum().item() else y
+
+
+class TestWholeFunctions:
+    """What most ops of most models are is one op each, past the dispatch mode."""
+
+    @pytest.fixture
+    def image(self, device: torch.device) -> Tensor:
+        return torch.linspace(-1, 1, 16).view(1, 2, 2, 4).to(device)
+
+    @pytest.mark.parametrize("name", WHOLE_FUNCTIONS)
+    def test_replays_as_it_runs(self, name: str, image: Tensor) -> None:
+        function = WHOLE_FUNCTIONS[name]
+        graph, y = record(function, image)
+        assert (graph.breaks, graph.segments) == ([], 1)
+        image.mul_(-0.5)
+        graph.replay()
+        assert_same(y, function(image))
+
+    @pytest.mark.parametrize(("owner", "name"), _WHOLE)
+    def test_each_is_known_to_torch_and_put_back(self, owner: Any, name: str) -> None:
+        before, held = getattr(owner, name), name in vars(owner)
+        with visible_host_data(lambda owner, name: lambda *args, **kwargs: before):
+            assert getattr(owner, name)() is before
+        assert getattr(owner, name) is before
+        assert (name in vars(owner)) == held
+
+    @pytest.mark.parametrize("name", WRITING)
+    def test_what_is_written_in_place_is_noticed(self, name: str, x: Tensor) -> None:
+        before = x.clone()
+        origins = {backend_for(x.device).storage(x).data_ptr(): ARGUMENT}
+        with (
+            pytest.raises(Refused, match="changes an argument in place"),
+            capture(BreakableGraph(Pool(x.device)), origins=origins),
+        ):
+            WRITING[name](x)
+        assert_same(x, before)
+
+    def test_host_tensors_stay_constants(self, x: Tensor) -> None:
+        graph, y = record(lambda x: x + torch.arange(6.0).view(2, 3).unsqueeze(0).to(x.device), x)
+        x.zero_()
+        graph.replay()
+        assert y.tolist() == [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]]
+
+    def test_a_size_that_lies_on_the_host_is_watched(self, x: Tensor) -> None:
+        size = torch.tensor(3)
+        with capture(BreakableGraph(Pool(x.device))) as recording:
+            x.view((1, size, -1))
+        size.fill_(2)
+        assert recording.held.stale() == "a host tensor that the recording reads has changed"
+
+    def test_what_another_put_in_place_of_one_is_seen(
+        self, x: Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It may do anything: here it reads a value, and a table of its own."""
+        original, tables = functional.linear, [x.new_ones(2)]
+
+        def theirs(x: Tensor, weight: Tensor) -> Tensor:
+            return original(x, weight) * x[0, 0].item() + tables[0]
+
+        monkeypatch.setattr(functional, "linear", theirs)
+        with capture(graph := BreakableGraph(Pool(x.device))) as recording:
+            _LAYERS[0].F.linear(x, x)
+        assert [b.guarded for b in graph.breaks] == [True]
+        tables.clear()
+        assert recording.held.stale() == "the model has replaced a tensor that the recording reads"
+
+    def test_who_keeps_one_keeps_no_recording(self, x: Tensor) -> None:
+        with capture(BreakableGraph(Pool(x.device))) as recording:
+            kept, view = _LAYERS[0].F.linear, Tensor.view
+            assert kept is not functional.linear
+        weak = weakref.ref(recording)
+        del recording
+        gc.collect()
+        assert weak() is None
+        assert_same(kept(x, x), x @ x.t())
+        graph, y = record(lambda x: view(kept(x, x), -1), x)
+        x.add_(1)
+        graph.replay()
+        assert_same(y, (x @ x.t()).view(-1))
+
+    def test_what_others_keep_or_compare_stays_itself(self, x: Tensor) -> None:
+        names = ("linear", "gelu", "silu", "layer_norm", "scaled_dot_product_attention")
+        before = [getattr(functional, name) for name in names]
+        with capture(BreakableGraph(Pool(x.device))):
+            assert [getattr(functional, name) for name in names] == before
+
+    @pytest.mark.parametrize("name", OVERRIDDEN)
+    def test_a_subclass_is_told_of_the_original(self, name: str, x: Tensor) -> None:
+        _, (_, told) = record(lambda x: _Listening.hear(OVERRIDDEN[name], x * 1), x)
+        assert told == _Listening.hear(OVERRIDDEN[name], x * 1)[1] != []
+
+    def test_a_function_mode_in_the_forward_is_seen(self, x: Tensor) -> None:
+        def forward(x: Tensor) -> Tensor:
+            with _Doubling():
+                return _LAYERS[0].F.linear(x, x)
+
+        graph, y = record(forward, x)
+        assert [b.guarded for b in graph.breaks] == [True]
+        assert_same(y, x @ x.t() * 2)
+
+
+class TestLinearLayers:
+    """Torch makes up to four ops of one."""
+
+    @pytest.fixture
+    def layer(self, x: Tensor) -> torch.nn.Linear:
+        return torch.nn.Linear(3, 2, device=x.device).requires_grad_(False)
+
+    def test_they_are_one_op_each(self, x: Tensor, layer: torch.nn.Linear) -> None:
+        graph, y = record(lambda x: layer(x[None]), x)
+        assert graph.operations == 2
+        x.mul_(2)
+        graph.replay()
+        assert_same(y, layer(x[None]))
+
+    def test_however_they_are_called(self, x: Tensor) -> None:
+        layer = x.clone(), x[:, 0].clone()
+        graph, results = record(three_ways, x, *layer)
+        x.mul_(2)
+        graph.replay()
+        assert_same(results, three_ways(x, *layer))
+
+    def test_other_threads_have_the_original(self, x: Tensor, layer: torch.nn.Linear) -> None:
+        graph = BreakableGraph(Pool(x.device))
+        other, two = torch.nn.Linear(3, 3), torch.ones(2, 3)
+        with capture(graph), ThreadPoolExecutor(1) as others:
+            y = layer(x)
+            theirs = others.submit(other, two).result()
+        assert graph.operations == 1
+        assert_same((y, theirs), (layer(x), other(two)))
+
+    def test_the_function_itself_stays_what_it_is(self, x: Tensor) -> None:
+        original = functional.linear
+        with capture(BreakableGraph(Pool(x.device))):
+            assert functional.linear is original
+        assert [layers.F for layers in _LAYERS] == [functional, functional]
+
+    def test_what_the_forward_puts_in_its_place_is_used(
+        self, x: Tensor, layer: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def forward(x: Tensor) -> Tensor:
+            with monkeypatch.context() as patches:
+                patches.setattr(functional, "linear", lambda x, *_: x + 1)
+                return layer(x)
+
+        _, y = record(forward, x)
+        assert_same(y, x + 1)
+
+    def test_what_was_compiled_meets_the_original(
+        self, x: Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        original = functional.linear
+        monkeypatch.setitem(torch._dynamo.utils.counters, "frames", Counter(total=1))
+        met: list[Any] = []
+        record(lambda x: met.append(_LAYERS[0].F.linear), x)
+        assert met == [original]
