@@ -7,8 +7,8 @@ from how many tokens on that is: a number that was given, or that is measured on
 
 from __future__ import annotations
 
-import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable
 
 import torch
@@ -60,45 +60,42 @@ class Unpadded:
         return (self._ladder.bucket(tokens) or 0) > fewer * (1 + PADDING)
 
     def found_out(self) -> int:
-        """The number of tokens above which batches are not padded. Measures it the first time: the
-        smallest of the ladder's sizes for which the device, whose time grows with the rows, is
-        still at work for a good while when the host is done. Of these, so that the next process
-        hardly ever comes to another; none of them is the largest."""
+        """The number of tokens above which batches are not padded, measured the first time. It is
+        one of the ladder's sizes, so that the next process hardly ever comes to another; the
+        largest means that all are padded."""
         if self._report.unpadded_above is None:
-            host, by_row = self._measured()
-            enough = (size for size in self._ladder.sizes if size * by_row >= host)
-            self._report.unpadded_above = next(enough, self._ladder.largest)
+            self._report.unpadded_above = self._measured()
         return self._report.unpadded_above
 
-    def _measured(self) -> tuple[float, float]:
-        """Seconds of the host for a pass, and those of the device for each row that count."""
-        largest, short = self._ladder.largest, self._pool.short
+    def _measured(self) -> int:
+        """The smallest size at which the device is the bottleneck: it is at larger ones, too."""
+        sizes, short = self._ladder.sizes, self._pool.short
         try:
-            _, device = self._seconds(largest)
-            # At the largest the host would wait for room in the queue of what it has launched.
-            host, _ = self._seconds(self._ladder.sizes[0])
-            return host, device * (1 - HOST_SLACK) / largest
+            return sizes[bisect_left(sizes, True, hi=len(sizes) - 1, key=self._waits_for_device)]
         except Exception as error:
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
-            self._report.notes.append(f"every batch is padded, unpadded_above={largest}: {why}")
+            note = f"every batch is padded, unpadded_above={sizes[-1]}: {why}"
+            self._report.notes.append(note)
         self._pool.short = short  # memory that is missing here is missing to nobody
         self._pool.backend.empty_cache()
-        return math.inf, 0.0
+        return sizes[-1]
 
-    def _seconds(self, rows: int) -> tuple[float, float]:
-        """Of the host until an eager pass of so many tokens has returned, and of the device: the
-        better of two, as the first one loads kernels and takes memory."""
+    def _waits_for_device(self, rows: int) -> bool:
+        """Whether the device still has much to do when an eager pass has returned: in the better of
+        two, as the first one loads kernels and takes memory."""
+        batch = self._batch(rows)
+        return max(self._lag(batch) for _ in range(2)) >= HOST_SLACK
+
+    def _lag(self, batch: Batch) -> float:
+        """The part of the device's time that is to come when the host is done."""
         backend, stream = self._pool.backend, self._pool.backend.current_stream(self._pool.device)
-        batch, found = self._batch(rows), []
-        for _ in range(2):
-            backend.synchronize(stream)
-            begin, first = backend.now(), backend.record_event(stream, timing=True)
-            self._run(batch)
-            last, host = backend.record_event(stream, timing=True), backend.now() - begin
-            last.synchronize()
-            found.append((host, first.elapsed_time(last) / 1e3))
-        hosts, devices = zip(*found, strict=True)
-        return min(hosts), min(devices)
+        backend.synchronize(stream)
+        first = backend.record_event(stream, timing=True)
+        self._run(batch)
+        last, host = backend.record_event(stream, timing=True), backend.now()
+        last.synchronize()
+        device = first.elapsed_time(last) / 1e3
+        return (backend.now() - host) / device if device else 0.0
 
     def _batch(self, rows: int) -> Batch:
         """One prompt of random tokens: of equal ones all would go to the same experts. Positions

@@ -256,6 +256,7 @@ def test_memory_is_read_without_graphs_and_for_every_ceiling(sim: torch.device) 
         ("breakable", 64, 1),
     ]
     assert [row["peak reserved, MiB, over no graphs"] for row in rows[1:]] == [1, 2]
+    assert "more tokens than max_tokens=64" in rows[2]["eager"]
 
 
 def test_a_chunk_in_too_many_prompts_is_refused() -> None:
