@@ -198,7 +198,15 @@ class Graphs:
                 self._ground.automatic = False
                 raise first from None
 
+    def _needs_values(self) -> bool:
+        """Whether a capture has to run, too. The first one does, and shows whether there are breaks
+        that read values; attention waits for the first replay."""
+        first = next(iter(self._captured.values()), None)
+        kinds = set() if first is None else {b.kind for b in first.graph.breaks}
+        return first is None or self._ground.automatic or not kinds <= {"attention"}
+
     def _attempt(self, bucket: int, paged: bool) -> Captured:
+        self._ground.run = self._needs_values()
         if self._full:
             return FullBody(self._body, self._ground, bucket, paged)
         return BreakableBody(self._body, self._ground, bucket)

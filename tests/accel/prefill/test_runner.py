@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from accel.graph import Recording
 from accel.prefill.runner import PrefillRunner
 from tests.accel.prefill.tiny import TinyModel, prompts_of
 
@@ -77,6 +79,24 @@ def test_the_largest_bucket_is_captured_first(tiny: TinyModel, make: Make) -> No
     runner(prompts_of(5))
     assert [b.bucket for b in runner.report.buckets] == [256, 64]
     assert runner.report.buckets[1].pool_bytes == 0
+
+
+@pytest.mark.parametrize("mode", ["breakable", "full"])
+def test_of_all_captures_only_the_first_runs(
+    mode: str, tiny: TinyModel, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[bool] = []
+    init = Recording.__init__
+
+    def noted(recording: Recording, graph: Any, origins: Any, run: bool = True) -> None:
+        ran.append(run)
+        init(recording, graph, origins, run)
+
+    monkeypatch.setattr(Recording, "__init__", noted)
+    runner = make(tiny, mode=mode, cache_tokens=256, unpadded_above=256).capture()
+    assert ran == [True] + [False] * (runner.report.captures - 1)
+    prompts = prompts_of(100)
+    assert worst(runner, tiny, prompts) < 1e-5, "an unwritten page, say"
 
 
 def test_progress_is_told(tiny: TinyModel, make: Make) -> None:
