@@ -124,9 +124,6 @@ class Backend:
     """The calling thread's current stream of a device."""
     on_stream: Callable[[Any], AbstractContextManager[Any]] = staticmethod(torch.cuda.stream)
     """Makes a stream the calling thread's current one for the length of the context."""
-    in_pool: Callable[..., AbstractContextManager[Any]] = staticmethod(torch.cuda.use_mem_pool)
-    """Has what the calling thread allocates come from a pool, given as anything with its `id` and
-    kept alive by a segment, and from a device."""
     wait_stream: Callable[[Any, Any], None] = staticmethod(torch.cuda.Stream.wait_stream)
     """Work queued on the first stream from now on starts after all that is queued on the other."""
     wait_event: Callable[[Any, Any], None] = staticmethod(torch.cuda.Stream.wait_event)

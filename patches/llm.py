@@ -38,7 +38,6 @@ def prefill_runner(
     mode: str = "breakable",
     attention: str = "auto",
     buckets: Sequence[int] | None = None,
-    unpadded_above: int | None = None,
 ) -> PrefillRunner:
     """A runner that prefills prompts of a transformers causal LM by graphs.
 
@@ -46,11 +45,10 @@ def prefill_runner(
     batch in tokens, and the chunk size of longer prompts; `max_requests` the most prompts per batch
     in `mode="full"`; `cache_tokens` how many tokens' keys and values can be kept, for prefixes,
     chunks and `generate` (0: none). `mode` is "breakable", "full" or "eager"; `attention` "auto",
-    "flashinfer", "torch" or "reference"; `buckets` the sizes to pad batches to; `unpadded_above`
-    the tokens above which a batch runs eagerly where that saves padding (None: measured once;
-    `max_tokens`: all are padded). Raises ValueError for arguments that cannot be met. A model that
-    cannot be packed runs as it is, prompt by prompt: `runner.report.declined` says why. Of a model
-    split by `tp_plan`, every rank makes a runner and calls it with the same prompts.
+    "flashinfer", "torch" or "reference"; `buckets` the sizes to pad batches to. Raises ValueError
+    for arguments that cannot be met. A model that cannot be packed runs as it is, prompt by prompt:
+    `runner.report.declined` says why. Of a model split by `tp_plan`, every rank makes a runner and
+    calls it with the same prompts.
 
     >>> runner = accel.prefill_runner(model)                             # doctest: +SKIP
     >>> runner([[1, 15043, 3186], [1, 3924]]).logits.shape               # doctest: +SKIP
@@ -64,7 +62,6 @@ def prefill_runner(
         mode=mode,
         attention=attention,
         buckets=buckets,
-        unpadded_above=unpadded_above,
     )
 
 

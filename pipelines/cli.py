@@ -289,15 +289,6 @@ def prefill(
     max_requests: Annotated[
         int, typer.Option("--max-requests", min=1, help="Prompts of a batch in mode full.")
     ] = 16,
-    unpadded_above: Annotated[
-        int | None,
-        typer.Option(
-            "--unpadded-above",
-            min=0,
-            help="Tokens above which batches run without padding, and without a graph.",
-            show_default="measured",
-        ),
-    ] = None,
     score: Annotated[
         bool, typer.Option("--score", help="The log-probability of every token of the prompts.")
     ] = False,
@@ -327,7 +318,6 @@ def prefill(
         attention=attention,
         max_tokens=max_tokens,
         max_requests=max_requests,
-        unpadded_above=unpadded_above,
         score=score,
         plan=plan,
         compare=compare,

@@ -121,9 +121,6 @@ def _graphs(report: dict[str, Any]) -> Iterator[str]:
             f"{_size(report['pool_bytes'])}, hidden states {_size(report['output_bytes'])}, "
             f"buffers {_size(report['buffer_bytes'])}"
         )
-        above, most = report["unpadded_above"], max(one["bucket"] for one in report["buckets"])
-        if above is not None and above < most:
-            yield f"batches of more than {above:,} tokens run eagerly where a bucket would pad them"
     # In mode eager every pass is, and that is no news.
     for reason, times in report["reasons"].items() if report["mode"] != "eager" else ():
         yield f"eager x{times}: {reason}"

@@ -41,7 +41,6 @@ class Order:
     attention: str = "auto"
     max_tokens: int = 8192
     max_requests: int = 16
-    unpadded_above: int | None = None
     score: bool = False
     plan: bool = False
     compare: bool = False
@@ -140,7 +139,6 @@ def _runner(order: Order, speaker: Speaker) -> Any:
         max_requests=order.max_requests,
         mode=order.mode if _records(speaker) else "eager",
         attention=order.attention,
-        unpadded_above=order.unpadded_above,
     )
 
 
@@ -220,9 +218,7 @@ def as_options(text: str) -> str:
         name, _, value = match.groups()
         return f"--{name.replace('_', '-')} {value}".strip()
 
-    return re.sub(
-        r"\b(attention|mode|max_tokens|max_requests|unpadded_above)=('?)(\w*)\2", option, text
-    )
+    return re.sub(r"\b(attention|mode|max_tokens|max_requests)=('?)(\w*)\2", option, text)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ printed and written as soon as it is there, so that a run that is cut off leaves
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
@@ -64,7 +63,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--attention", default="auto", help="auto, flashinfer, torch or reference")
     made.add_argument("--max-tokens", type=int, help="the chunk size; default: the largest batch")
     made.add_argument("--max-requests", type=int, default=16, help="slots of full graphs")
-    made.add_argument("--unpadded-above", type=int, help="tokens, as the runner takes it")
     made.add_argument("--repeats", type=int, default=7, help="timed rounds of a row")
     made.add_argument("--warm-up", type=int, default=2, help="rounds before them")
     made.add_argument("--no-times", action="store_true", help="only what is asked for below")
@@ -92,10 +90,7 @@ class Session:
         synchronize(self.device)
         largest = max([*options.tokens, *map(sum, options.batch)])
         self.made_with = Options(
-            options.max_tokens or largest,
-            options.max_requests,
-            options.attention,
-            options.unpadded_above,
+            options.max_tokens or largest, options.max_requests, options.attention
         )
         self.facts: dict[str, Any] = {
             "model": zoo_language.setting(name, wanted),
@@ -151,12 +146,11 @@ def times(session: Session, ways: Ways) -> None:
                 name: breakdown.breakdown(run, counted[0], session.device)
                 for name, run in ways.runs.items()
             }
-        session.facts["unpadded above"] = ways.unpadded_above
         session.tell("rows", row)
 
 
 def check(session: Session, ways: Ways) -> None:
-    """Whether modes agree bit for bit, for every batch and some more, all padded to buckets."""
+    """Whether modes agree bit for bit, for every batch and some more."""
     if len(ways.runners) < 2:
         session.tell("check", {"failed": f"there are no two modes to compare: {ways.left_out}"})
         return
@@ -184,13 +178,11 @@ def measure(session: Session) -> None:
     session.failed |= bool(ways.left_out) and not ways.runners
     if not options.no_times:
         times(session, ways)
+    if options.check:
+        check(session, ways)
     ways.close()
     modes = graphs_of(session, names, ways.left_out)
     del ways
-    if options.check:
-        with contextlib.closing(Ways(session.model, names, made_with.padded)) as padded:
-            check(session, padded)
-        del padded
     if options.memory:
         chunk = made_with.max_tokens
         ceilings = options.ceilings or [chunk // 4, chunk // 2, chunk]

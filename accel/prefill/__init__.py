@@ -16,9 +16,6 @@ as q, k, v of `bucket` rows:
 * eager: the breakable mode's functions without a graph around them: the fallback, and what to try
   first when something looks wrong.
 
-Batches that are large enough for the device to be the bottleneck run eagerly, without padding, in
-the other two modes as well (`padding.py`).
-
 In all three the runner writes keys and values of the real rows into the cache (`kv_cache.py`) if
 there is one, and clears the rows of `out` behind the last real token.
 
@@ -32,7 +29,7 @@ What callers see (`runner.py`, `result.py`, `report.py`); `accel.prefill_runner`
                                      be a function (done, total, bucket)
     runner.plan()                 -> MemoryPlan: what capturing to the ceiling will take, in bytes
     runner.report                 -> PrefillReport: mode, attention, declined, captures, replays,
-                                     eager calls, reasons, unpadded_above, bytes per bucket
+                                     eager calls, reasons, bytes per bucket
     runner.close()                gives memory back; calls afterwards raise
     result.logits                 `[requests, vocab]`, on the device, after the last tokens
     result.hidden(i)              `[tokens, hidden]`, on the device

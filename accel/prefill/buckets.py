@@ -10,8 +10,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 SMALL = (64, 128, 192, 256, 384, 512, 768, 1024)
-STEPS = 8
-"""To a doubling above that: at most 12.5 % of padding."""
+STEPS, LEAST = 32, 128
+"""To a doubling above that, but no closer: from 4,096 on at most 3 % of padding, which is what a
+graph gains where the device is the bottleneck."""
 
 
 class Ladder:
@@ -20,7 +21,7 @@ class Ladder:
     >>> Ladder(256).sizes, Ladder(300).sizes
     ((64, 128, 192, 256), (64, 128, 192, 256, 300))
     >>> Ladder(8192).sizes[-4:], len(Ladder(8192).sizes)
-    ((6656, 7168, 7680, 8192), 32)
+    ((7808, 7936, 8064, 8192), 64)
     >>> Ladder(256).bucket(129), Ladder(256).bucket(257)
     (192, None)
     """
@@ -52,21 +53,13 @@ class Ladder:
         >>> Ladder(256).rows(10), Ladder(256).rows(257)
         (64, 320)
         """
-        return self.bucket(tokens) or self.multiple(tokens)
-
-    def multiple(self, tokens: int) -> int:
-        """`tokens` rounded up to a multiple of the smallest size, which eager passes can do with.
-
-        >>> Ladder(256).multiple(64), Ladder(256).multiple(65)
-        (64, 128)
-        """
         step = self.sizes[0]
-        return -(-tokens // step) * step
+        return self.bucket(tokens) or -(-tokens // step) * step
 
 
 def _usual(max_tokens: int) -> list[int]:
     sizes, doubling = list(SMALL), SMALL[-1]
     while doubling < max_tokens:
-        sizes += [doubling + doubling * step // STEPS for step in range(1, STEPS + 1)]
+        sizes += range(doubling, 2 * doubling, max(LEAST, doubling // STEPS))
         doubling *= 2
     return sizes

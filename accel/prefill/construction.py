@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex
 
 import torch
 
@@ -35,27 +34,6 @@ class Setup:
     cache_tokens: int
     mode: str
     attention: str
-
-
-def check_sizes(
-    mode: str, max_tokens: int, max_requests: int, cache_tokens: int, unpadded_above: int | None
-) -> None:
-    """Raises ValueError, in one line, for arguments that no runner can have."""
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r}: one of {', '.join(MODES)}")
-    sizes = {"max_tokens": max_tokens, "max_requests": max_requests, "cache_tokens": cache_tokens}
-    sizes |= {} if unpadded_above is None else {"unpadded_above": unpadded_above}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, SupportsIndex):
-            raise ValueError(f"{name}={size!r}: a whole number")
-    if max_requests < 1:
-        raise ValueError(f"max_requests={max_requests}: there is at least one slot")
-    if cache_tokens < 0:
-        raise ValueError(f"cache_tokens={cache_tokens}: a number of tokens, 0 for no cache")
-    if unpadded_above is not None and unpadded_above < 0:
-        raise ValueError(
-            f"unpadded_above={unpadded_above}: a number of tokens, max_tokens to pad every batch"
-        )
 
 
 def set_up(setup: Setup, report: PrefillReport) -> PackedBody | None:

@@ -90,21 +90,17 @@ class PackedBody:
 
     def eager(self, batch: Batch) -> torch.Tensor:
         """Hidden states `[bucket, hidden]` of a batch, on the current stream."""
-        self.plan(batch)
-        return self.planned(batch)
-
-    def planned(self, batch: Batch) -> torch.Tensor:
-        """The same of the batch that attention belongs to already."""
         if self.attention is None:
             return self.model.masked_body(batch.ids, batch.positions, packed_mask(batch))[0]
+        self.plan(batch)
         attending = Attending(self.groups, self.attend)
         return self.model.body(batch.ids, batch.positions, attending)[0]
 
     def plan(self, batch: Batch) -> None:
         """Makes `batch` the one that `attend` belongs to."""
+        assert self.attention is not None
         self.live = batch
-        if self.attention is not None:
-            self.attention.plan(batch)
+        self.attention.plan(batch)
 
     def attend(
         self,

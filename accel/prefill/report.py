@@ -47,9 +47,6 @@ class PrefillReport:
     tokens: int = 0
     padding: int = 0
     """Rows that were computed and meant nothing."""
-    unpadded_above: int | None = None
-    """Batches of more tokens run eagerly where a bucket would pad them: none if it is the largest
-    bucket. None: not found out yet. The same number in every process gives the same bits."""
     captures: int = 0
     recaptures: int = 0
     replays: int = 0

@@ -10,21 +10,20 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
 
 from accel.backend import backend_for
 from accel.memory import Pool
-from accel.prefill.batch import Batch, Request
+from accel.prefill.batch import Request
 from accel.prefill.buckets import Ladder
-from accel.prefill.construction import Setup, check_sizes, set_up
+from accel.prefill.construction import MODES, Setup, set_up
 from accel.prefill.graphs import Graphs, Progress
 from accel.prefill.kv_cache import KVCache
 from accel.prefill.memory_plan import MemoryPlan, plan_for
 from accel.prefill.model import PrefillModel
-from accel.prefill.padding import REASON, Unpadded
 from accel.prefill.passes import cut, fitting
 from accel.prefill.prompts import Guests, Prompt, Prompts, open_prompts
 from accel.prefill.report import PrefillReport
@@ -45,8 +44,7 @@ class PrefillRunner:
     `max_tokens` is the largest batch, and the chunk size of longer prompts; `max_requests` are the
     slots of full graphs; `cache_tokens` is how many tokens' keys and values can be kept; `mode` is
     "breakable", "full" or "eager"; `attention` "auto" or a backend's name; `buckets` the sizes that
-    batches are padded to; `unpadded_above` the tokens above which a batch runs eagerly where that
-    saves padding, None to measure it once. Any thread may call.
+    batches are padded to. Any thread may call.
     """
 
     def __init__(
@@ -59,9 +57,21 @@ class PrefillRunner:
         mode: str = "breakable",
         attention: str = "auto",
         buckets: Sequence[int] | None = None,
-        unpadded_above: int | None = None,
     ) -> None:
-        check_sizes(mode, max_tokens, max_requests, cache_tokens, unpadded_above)
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r}: one of {', '.join(MODES)}")
+        sizes = {
+            "max_tokens": max_tokens,
+            "max_requests": max_requests,
+            "cache_tokens": cache_tokens,
+        }
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, SupportsIndex):
+                raise ValueError(f"{name}={size!r}: a whole number")
+        if max_requests < 1:
+            raise ValueError(f"max_requests={max_requests}: there is at least one slot")
+        if cache_tokens < 0:
+            raise ValueError(f"cache_tokens={cache_tokens}: a number of tokens, 0 for no cache")
         self._model, self._max_requests = model, max_requests
         self._ladder = Ladder(max_tokens, buckets)
         self._lock = threading.RLock()
@@ -79,10 +89,6 @@ class PrefillRunner:
             if self._body is not None and self.report.mode != "eager" and self._pool is not None:
                 full = self.report.mode == "full"
                 self._graphs = Graphs(self._body, self._pool, self._ladder, full, self.report)
-                self.report.unpadded_above = unpadded_above
-                self._unpadded = Unpadded(
-                    self._body, self._pool, self._ladder, self._run, self.report
-                )
 
     def __call__(
         self,
@@ -102,7 +108,8 @@ class PrefillRunner:
                 made_of = self._made_of()  # while the device works
             for handle in opened.handles:
                 handle.made_of = made_of
-            logits = self._last_logits(hidden)
+            last = torch.stack([states[-1] for states in hidden])
+            logits = self._place.taken_out(self._model.head(last))
             layers = len(self._body.groups) if self._body else 0
             self.report.calls += 1
             hand_over = self._model.generate_kwargs
@@ -114,12 +121,6 @@ class PrefillRunner:
         weights = _weights_of(self._model.module)
         seen = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in weights]
         return seen, self._model.state()
-
-    def _last_logits(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        def head() -> torch.Tensor:
-            return self._model.head(torch.stack([states[-1] for states in hidden]))
-
-        return self._place.run(head, len(hidden) <= self._max_requests)
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """The log-probability of every token but the first, given those before it: float32 on the
@@ -140,14 +141,13 @@ class PrefillRunner:
             return scores
 
     def capture(self, progress: bool | Progress = False) -> PrefillRunner:
-        """Captures every bucket now, the largest first, and finds out which batches run without
-        padding. `progress` shows a bar, or is a function called with (done, total, bucket). Returns
-        the runner.
+        """Captures every bucket now, the largest first. `progress` shows a bar, or is a function
+        called with (done, total, bucket). Returns the runner.
 
         Raises ValueError if memory for it is missing: `plan()` says how much it takes.
         """
         with self._alone():
-            if self._graphs is not None and self._pool is not None:
+            if self._graphs is not None:
                 self._check_memory()
                 if progress is True:
                     from accel.prefill.progress import bar
@@ -156,10 +156,6 @@ class PrefillRunner:
                         self._graphs.capture(shown)
                 else:
                     self._graphs.capture(progress or None)
-                generation = self._pool.generation
-                self._unpadded.found_out()
-                if self._pool.generation != generation:  # the model kept something of the graphs'
-                    self._graphs.capture(None)
         return self
 
     @property
@@ -255,26 +251,17 @@ class PrefillRunner:
         body, report = self._body, self.report
         assert body is not None
         tokens = sum(request.length for request in requests)
-        rows, why = self._ladder.rows(tokens), self._why_eager(requests, tokens)
-        if why is None and (fewer := self._unpadded.rows(tokens)) is not None:
-            rows, why = fewer, REASON
+        rows = self._ladder.rows(tokens)
         report.tokens += tokens
         report.padding += rows - tokens
+        why = self._why_eager(requests, tokens)
         if why is None:
             hidden = self._replayed(requests, rows, tokens)
             if not isinstance(hidden, str):
                 return hidden
             why = hidden
         report.eager(why)
-        return self._run(body.pack(requests, rows))
-
-    def _run(self, batch: Batch) -> torch.Tensor:
-        """An eager pass: hidden states of the batch's tokens."""
-        body = self._body
-        assert body is not None
-        body.plan(batch)  # what attention keeps of it stays out of the graphs' memory
-        small = batch.bucket <= self._ladder.largest
-        return self._place.run(lambda: body.planned(batch)[: batch.tokens], small)
+        return self._place.taken_out(body.eager(body.pack(requests, rows))[:tokens])
 
     def _replayed(self, requests: Sequence[Request], rows: int, tokens: int) -> torch.Tensor | str:
         """The same by a graph, or why by none."""

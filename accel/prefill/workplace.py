@@ -8,13 +8,12 @@ no other. Knows pools and tensors, no prompts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from accel.memory import Pool
-from accel.prefill.lent import LentMemory
 
 
 class Workplace:
@@ -25,7 +24,6 @@ class Workplace:
 
     def __init__(self, pool: Pool | None, ranks: int) -> None:
         self._pool, self._alone = pool, ranks == 1
-        self._lent = None if pool is None or ranks > 1 else LentMemory(pool)
         self._caller: Any = None
         """The stream of whoever calls; None while work is done on that itself."""
 
@@ -47,14 +45,6 @@ class Workplace:
                 yield
             finally:
                 self._caller = outer
-
-    def run(self, work: Callable[[], torch.Tensor], small: bool = True) -> torch.Tensor:
-        """What eager `work` returns, taken out. Where there are graphs it has their memory, if it
-        is `small`: their pool would grow for good. Not over several ranks: one of them might lose
-        its graphs by that."""
-        if self._lent is None or self._caller is None or not small:
-            return self.taken_out(work())
-        return self._lent.run(work, self.taken_out)
 
     def taken_out(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, or, of work on the pool's stream, a copy that is the caller's own."""

@@ -111,7 +111,6 @@ def _peak(
                 runner(prompts)
             report = runner.report
             figures |= {"graphs": len(report.buckets), "graphs' pool, MiB": report.pool_bytes / MIB}
-            figures |= {"unpadded above": report.unpadded_above, "eager": dict(report.reasons)}
             return figures | meter.read()
     except Exception as why:
         return figures | {"failed": f"{type(why).__name__}: {why}".partition("\n")[0]}

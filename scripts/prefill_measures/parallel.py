@@ -39,8 +39,7 @@ class Measurement:
     def __init__(self, job: Job, ranks: Ranks, note: Note) -> None:
         self.job, self.ranks, self.note = job, ranks, note
         self.facts = dict(job.facts)
-        # Ranks do not measure from where padding costs more; what is on one GPU pads as they do.
-        self.options = Options(job.max_tokens, job.max_requests, job.attention).padded
+        self.options = Options(job.max_tokens, job.max_requests, job.attention)
         note.begin("loading the split model")
         begin = time.perf_counter()
         self.split = load(job.folder, tp_plan="auto")

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 
 from accel.pipelines.machine import synchronize
-from accel.prefill.padding import REASON
 from prefill_measures.prompts import Prompts
 from prefill_measures.ways import NO_GRAPHS, TRANSFORMERS, Run, Ways
 
 Beside = Callable[[Prompts], Prompts]
-Counts = tuple[int, int, int]
 
 
 def timed(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
@@ -88,29 +86,20 @@ def row(
             if base in wall and name not in (base, TRANSFORMERS):
                 figures[f"{name}, times {base}"] = wall[base] / wall[name]
     figures |= {"host done, ms": host, "spread, ms": spread}
-    unpadded = {n: passes for n in runs if (passes := _since(ways, n, before[n])[2])}
-    figures |= {"eager passes without padding": unpadded} if unpadded else {}
     figures |= {"not replayed": found} if (found := {n: w for n, w in eager.items() if w}) else {}
     return figures | ({"failed": failed} if failed else {})
 
 
-def _counts(ways: Ways, name: str) -> Counts:
-    """Captures, eager passes, and those of them that left out padding."""
+def _counts(ways: Ways, name: str) -> tuple[int, int]:
     report = ways.runners[name].report if name in ways.runners else None
-    return (report.captures, report.eager_passes, report.reasons[REASON]) if report else (0, 0, 0)
+    return (report.captures, report.eager_passes) if report else (0, 0)
 
 
-def _since(ways: Ways, name: str, before: Counts) -> Counts:
-    captures, eager, unpadded = _counts(ways, name)
-    return captures - before[0], eager - before[1], unpadded - before[2]
-
-
-def _not_replayed(ways: Ways, name: str, before: Counts) -> str | None:
-    """Why a graph's figure is none of a graph: something was captured or ran eagerly meanwhile. Not
-    what is meant to run so (`_unpadded`)."""
+def _not_replayed(ways: Ways, name: str, before: tuple[int, int]) -> str | None:
+    """Why a graph's figure is none of a graph: something was captured or ran eagerly meanwhile."""
     if name in (TRANSFORMERS, NO_GRAPHS):
         return None
-    captures, eager, unpadded = _since(ways, name, before)
-    if not captures and eager == unpadded:
+    captures, eager = (now - then for now, then in zip(_counts(ways, name), before, strict=True))
+    if not captures and not eager:
         return None
     return f"{eager} eager passes, {captures} captures: {dict(ways.runners[name].report.reasons)}"

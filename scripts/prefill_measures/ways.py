@@ -7,7 +7,7 @@ on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,12 +31,6 @@ class Options:
     max_tokens: int
     max_requests: int = 16
     attention: str = "auto"
-    unpadded_above: int | None = None
-
-    @property
-    def padded(self) -> Options:
-        """The same, but every batch is padded to its bucket: only then modes agree bit for bit."""
-        return replace(self, unpadded_above=self.max_tokens)
 
     def runner(self, model: Any, mode: str, max_tokens: int | None = None) -> PrefillRunner:
         """A runner of `model` in that mode, up to another ceiling if one is given."""
@@ -46,7 +40,6 @@ class Options:
             max_tokens=max_tokens or self.max_tokens,
             max_requests=self.max_requests,
             attention=self.attention,
-            unpadded_above=self.unpadded_above,
         )
 
 
@@ -89,15 +82,6 @@ class Ways:
     def attention(self) -> str:
         """The backend of our runners, which is one for all."""
         return next((r.report.attention for r in self.runners.values()), "none")
-
-    @property
-    def unpadded_above(self) -> dict[str, int | None]:
-        """By way, above how many tokens batches run eagerly, where that saves padding."""
-        return {
-            name: runner.report.unpadded_above
-            for name, runner in self.runners.items()
-            if name != NO_GRAPHS
-        }
 
     def close(self) -> None:
         """Gives the runners' memory back."""

@@ -153,10 +153,6 @@ BAD = {
     "no such attention": (("x", "--attention", "y"), "--attention y: choose from auto, reference"),
     "no such dtype": (("x", "--dtype", "int3"), "--dtype int3: choose from auto, float32"),
     "no such device": (("x", "--device", "abacus"), "--device abacus: no such device"),
-    "fewer than none": (
-        ("x", "--unpadded-above", "-1"),
-        "'--unpadded-above': Input should be greater than or equal to 0",
-    ),
     "no tokens": (("x", "--max-tokens", "0"), "'--max-tokens': Input should be greater than"),
     "no requests": (("x", "--max-requests", "0"), "'--max-requests': Input should be greater"),
     "no rounds": (("x", "--repeats", "0"), "'--repeats': Input should be greater than"),

@@ -65,14 +65,3 @@ def test_what_was_captured_is_shown(
     assert "3 prompts, 19 tokens, 2 batches; demo, float32, d" in shown
     assert "prefill, full, attention reference" in shown
     assert "eager x" not in shown
-    assert "where a bucket would pad them" not in shown
-
-
-def test_from_where_batches_are_not_padded_is_shown(
-    sim: torch.device, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = _answered(sim, mode="full", unpadded_above=70)
-    assert found["report"]["unpadded_above"] == 70
-    print_prefill({"model": "demo", "dtype": "float32", "device": "d", **found})
-    line = "batches of more than 70 tokens run eagerly where a bucket would pad them"
-    assert line in capsys.readouterr().out

@@ -50,9 +50,6 @@ class SimulatedBackend:
         finally:
             card.set_current_stream(before)
 
-    def in_pool(self, pool: Any, device: torch.device) -> AbstractContextManager[None]:
-        return card.allocating_from(arena.pools[pool.id])
-
     def wait_stream(self, stream: Stream, awaited: Stream) -> None:
         stream.time = max(stream.time, awaited.time)
 

@@ -10,8 +10,6 @@ import copy
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -60,7 +58,6 @@ class _Here(threading.local):
     """What a thread has, and loses when it ends: another may get its number."""
 
     stream: Stream | None = None
-    pool: Pool | None = None
 
     def __init__(self) -> None:
         self.handles: set[tuple[int, int]] = set()
@@ -96,7 +93,7 @@ class Device:
         self.hiding.clear()
         for stream in list(_streams):
             stream.time, stream.segment = 0.0, None
-        self._here.stream = self._here.pool = None
+        self._here.stream = None
 
     def current_stream(self) -> Stream:
         return self._here.stream or self.default_stream
@@ -105,20 +102,8 @@ class Device:
         self._here.stream = stream
 
     def pool_of(self, stream: Stream) -> Pool:
-        """Where memory comes from for work of this thread on `stream`."""
-        return self._here.pool or arena.heap if stream.segment is None else stream.segment.pool
-
-    @contextmanager
-    def allocating_from(self, pool: Pool) -> Iterator[None]:
-        """While open, this thread's memory is the pool's. As with a recording, what nothing else
-        needs is of no use afterwards."""
-        pool.opened, pool.segments = True, pool.segments + 1
-        before, self._here.pool = self._here.pool, pool
-        try:
-            yield
-        finally:
-            self._here.pool = before
-            pool.segments -= 1
+        """Where memory comes from for work on `stream`."""
+        return arena.heap if stream.segment is None else stream.segment.pool
 
     def issued(self, stream: Stream, name: str) -> None:
         """Time passes for one operation that runs now."""

@@ -17,7 +17,7 @@ from tests.simulated import tensors
 from tests.simulated.arena import Pool
 from tests.simulated.device import Stream, card, scribble
 from tests.simulated.segment import Step, flat
-from tests.simulated.tensors import CPU, CPU_KEY, host_view
+from tests.simulated.tensors import CPU, CPU_KEY, arena, host_view
 
 aten = torch.ops.aten
 _function_mode_is_on = torch._C._is_torch_function_mode_enabled
@@ -76,8 +76,8 @@ class Operator:
             scribble(workspace)
         result = self.run(*views, **named)
         if self.resizes:
-            self.adopt_sizes(kwargs, named, card.pool_of(stream), recording=False)
-        return self.raise_up(result, args, kwargs, card.pool_of(stream), None)
+            self.adopt_sizes(kwargs, named, arena.heap, recording=False)
+        return self.raise_up(result, args, kwargs, arena.heap, None)
 
     def record(
         self, stream: Stream, args: tuple[Any, ...], kwargs: dict[str, Any], workspace: int

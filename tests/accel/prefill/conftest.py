@@ -20,13 +20,11 @@ def tiny(device: torch.device) -> TinyModel:
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., PrefillRunner]]:
-    """Makes runners with small buckets, which all batches are padded to, and closes them after the
-    test."""
+    """Makes runners with small buckets, and closes them after the test."""
     made: list[PrefillRunner] = []
 
     def make(model: TinyModel, **options: Any) -> PrefillRunner:
         defaults: dict[str, Any] = {"max_tokens": 256, "max_requests": 4, "attention": "reference"}
-        defaults["unpadded_above"] = 1 << 20
         made.append(PrefillRunner(model, **{**defaults, **options}))
         return made[-1]
 

@@ -53,8 +53,6 @@ def test_prompts(case: str, tiny: TinyModel, make: Make) -> None:
         ({"cache_tokens": -1}, "cache_tokens=-1"),
         ({"max_tokens": 256.0}, "max_tokens=256.0: a whole number"),
         ({"max_requests": 2.5}, "max_requests=2.5: a whole number"),
-        ({"unpadded_above": 2.5}, "unpadded_above=2.5: a whole number"),
-        ({"unpadded_above": -1}, "unpadded_above=-1: a number of tokens, max_tokens to pad every"),
         ({"cache_tokens": True}, "cache_tokens=True: a whole number"),
         ({"buckets": (64.0,)}, r"buckets=\[64.0\]: whole numbers"),
         ({"attention": "flash"}, "attention='flash': one of auto, flashinfer, torch, reference"),

@@ -58,15 +58,3 @@ def test_groups_fit_one_pass(lengths: list[int], max_tokens: int, max_requests: 
     assert [i for group in groups for i in group] == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in group) <= max_tokens for group in groups)
     assert all(1 <= len(group) <= max_requests for group in groups)
-
-
-@given(st.integers(1, 10_000), st.sampled_from([None, [7], [100, 150, 3000]]))
-def test_without_a_bucket_rows_are_a_multiple_of_the_smallest(
-    tokens: int, sizes: list[int] | None
-) -> None:
-    ladder = Ladder(4096, sizes)
-    step = ladder.sizes[0]
-    assert ladder.multiple(tokens) % step == 0
-    assert tokens <= ladder.multiple(tokens) < tokens + step
-    if tokens > 4096:
-        assert ladder.rows(tokens) == ladder.multiple(tokens)

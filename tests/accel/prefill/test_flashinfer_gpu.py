@@ -118,7 +118,7 @@ class Graph:
             sinks = torch.randn(group.heads, device="cuda")
             self.layer = replace(self.layer, sinks=sinks)
         pages = KEYS // self.cache.page_size + SLOTS
-        self.buffers = Buffers.new(ROWS, self.device, SLOTS, pages, KEYS)
+        self.buffers = Buffers.new(ROWS, self.device, SLOTS, pages, KEYS if paged else 0)
         self.out = torch.empty(ROWS, group.heads, group.value_dim, dtype=BF16, device="cuda")
         self._capture()
 

@@ -93,7 +93,7 @@ def test_of_all_captures_only_the_first_runs(
         init(recording, graph, origins, run)
 
     monkeypatch.setattr(Recording, "__init__", noted)
-    runner = make(tiny, mode=mode, cache_tokens=256, unpadded_above=256).capture()
+    runner = make(tiny, mode=mode, cache_tokens=256).capture()
     assert ran == [True] + [False] * (runner.report.captures - 1)
     prompts = prompts_of(100)
     assert worst(runner, tiny, prompts) < 1e-5, "an unwritten page, say"
