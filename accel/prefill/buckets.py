@@ -10,9 +10,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 SMALL = (64, 128, 192, 256, 384, 512, 768, 1024)
-STEPS, LEAST = 32, 128
-"""To a doubling above that, but no closer: from 4,096 on at most 3 % of padding, which is what a
-graph gains where the device is the bottleneck."""
+TILE = 256
+"""Rows of the largest tiles that matrix products work through: from 2,048 on, sizes closer to each
+other would save next to nothing. Up to there they lie 128 apart, above 8,192 there are 16 a
+doubling."""
 
 
 class Ladder:
@@ -21,7 +22,7 @@ class Ladder:
     >>> Ladder(256).sizes, Ladder(300).sizes
     ((64, 128, 192, 256), (64, 128, 192, 256, 300))
     >>> Ladder(8192).sizes[-4:], len(Ladder(8192).sizes)
-    ((7808, 7936, 8064, 8192), 64)
+    ((7424, 7680, 7936, 8192), 40)
     >>> Ladder(256).bucket(129), Ladder(256).bucket(257)
     (192, None)
     """
@@ -60,6 +61,7 @@ class Ladder:
 def _usual(max_tokens: int) -> list[int]:
     sizes, doubling = list(SMALL), SMALL[-1]
     while doubling < max_tokens:
-        sizes += range(doubling, 2 * doubling, max(LEAST, doubling // STEPS))
+        step = max(min(doubling // 8, TILE), doubling // 16)
+        sizes += range(doubling, 2 * doubling, step)
         doubling *= 2
     return sizes
