@@ -38,7 +38,7 @@ def plan(
         body = _packed(empty)
         weights = _weight_bytes(model, empty)
         free = torch.cuda.mem_get_info(where.device)[0] if where.device.type == "cuda" else None
-        rows = [_ceiling(body, tokens, weights, free) for tokens in Ladder(max_tokens).sizes]
+        rows = [_ceiling(body, tokens, weights, free) for tokens in _ceilings(max_tokens)]
     except AccelError:
         raise
     except Unsupported as why:
@@ -55,6 +55,12 @@ def plan(
         "ceilings": rows,
         "largest_that_fits": max((r["tokens"] for r in rows if r["fits"]), default=None),
     }
+
+
+def _ceilings(max_tokens: int) -> list[int]:
+    """Of the buckets some to choose from: four a doubling, and the largest."""
+    sizes = Ladder(max_tokens).sizes
+    return [n for n in sizes if n == max_tokens or 4 * n % (1 << n.bit_length() - 1) == 0]
 
 
 def _without_weights(model: LanguageModel, where: Placement, trust: Trust) -> Any:

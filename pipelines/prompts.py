@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
     if file is None:
         for prompt in arguments:
             refuse_broken(prompt, "the prompt")
+            refuse_file(prompt)
         return list(arguments)
     if arguments:
         raise BadInput("prompts come as arguments or from --prompts, not both")
@@ -36,6 +38,12 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
     if not prompts:
         raise BadInput(f"--prompts {file}: no prompt in it")
     return prompts
+
+
+def refuse_file(prompt: str) -> None:
+    """Raises `BadInput` for a prompt that is the name of a text file: its lines are meant."""
+    if prompt.endswith(".txt") and os.path.isfile(prompt):  # no error where a name is too long
+        raise BadInput(f"{prompt} is a file: --prompts {prompt} reads its lines as prompts")
 
 
 def refuse_broken(text: str, what: str) -> None:

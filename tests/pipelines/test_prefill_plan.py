@@ -139,3 +139,9 @@ def test_what_cannot_be_told_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(prefill_plan, "_activation_bytes", unknowable)
     with pytest.raises(AccelError, match="cannot be told without running it: RuntimeError: a sh"):
         prefill_plan.plan(resolve("demo"), CPU, 64)
+
+
+def test_a_plan_has_few_ceilings() -> None:
+    sizes = prefill_plan._ceilings(3000)
+    assert sizes[8:] == [1280, 1536, 1792, 2048, 2560, 3000]
+    assert sizes[:8] == [64, 128, 192, 256, 384, 512, 768, 1024]

@@ -35,6 +35,14 @@ def test_a_dash_is_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_prompts([], "-") == ["one", "two"]
 
 
+def test_a_files_name_is_no_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    assert read_prompts([str(file), f"{'a' * 5000}.txt"], None)[0] == str(file), "no such file"
+    file.write_text("a red circle\n")
+    with pytest.raises(BadInput, match=r"prompts\.txt is a file: --prompts .* reads its lines"):
+        read_prompts(["a red circle", str(file)], None)
+
+
 def test_prompts_come_from_one_place(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="not both"):
         read_prompts(["x"], "-")
