@@ -80,8 +80,8 @@ def signature(call: Any, backend: Backend) -> Signature:
         container = None if kind in _LEAVES else opened(x)
         if container is not None:
             shapes.append((kind, container.names))
-            for name, child in zip(reversed(container.names), reversed(container.children)):
-                ahead.append(((*place, name), child))
+            inside = zip(container.names, container.children, strict=True)
+            ahead.extend(reversed([((*place, name), child) for name, child in inside]))
         elif id(x) in seen:
             shapes.append(seen[id(x)])
         elif isinstance(x, torch.Tensor):
