@@ -25,8 +25,8 @@ _sides: dict[torch.device, Any] = {}
 """A device's stream for constants: no pool records on it."""
 
 _turns: dict[Any, threading.RLock] = {}
-"""Held while something is recorded on a stream: torch has 32 a device and gives out the same ones
-again, so that pools may share theirs."""
+"""Held while a pool works on its stream: torch has 32 a device and gives out the same ones again,
+so that pools may share theirs."""
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 _watched: set[str] = set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -90,20 +90,15 @@ class BreakableBody:
         self._body, self.bucket = body, bucket
         self._buffers = Buffers.new(bucket, body.model.device)
         self.graph = BreakableGraph(ground.pool)
-        self._runs = ground.run
         batch = self._load([Request((0,) * bucket)])
         batch.positions.zero_()  # harmless ones: a table of positions may end before the bucket
-        attending = Attending(body.groups, as_break(self._attend, pure=False, kind="attention"))
+        if not ground.run:
+            body.live = None  # there will be nothing to attend to before the first replay
+        attending = Attending(body.groups, as_break(body.attend, pure=False, kind="attention"))
         with _on_all_ranks(body, ground, self.graph, self._buffers):
             hidden = body.model.body(batch.ids, batch.positions, attending)
             self._check_breaks()
-        self._runs = True
         self.output = ground.pool.backend.alias(hidden[0])
-
-    def _attend(self, *layer: Any) -> None:
-        """What was not computed while this was captured does not reach the cache."""
-        if self._runs:
-            self._body.attend(*layer)
 
     def _check_breaks(self) -> None:
         fired = sum(b.kind == "attention" for b in self.graph.breaks)

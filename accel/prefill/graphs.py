@@ -126,6 +126,7 @@ class Graphs:
             if self._captured:
                 self._report.recaptures += 1
                 self.pool.retire()
+                self.pool.warm()  # an eager pass may come next
             self.forget_graphs()
             self._failed.clear()
         self._state = state

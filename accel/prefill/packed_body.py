@@ -58,7 +58,8 @@ class PackedBody:
     """Runs batches through a model's body with an attention backend of our choice.
 
     `groups` are the layers' attention groups in order; without any, the body takes a mask instead
-    (`masked_body`). `live` is the batch that attention belongs to now.
+    (`masked_body`). `live` is the batch that attention belongs to now; None while nothing is
+    computed that could be attended to, or reach the cache.
     """
 
     def __init__(
@@ -113,7 +114,9 @@ class PackedBody:
     ) -> None:
         """One layer's attention for the live batch: what breaks and eager passes run."""
         batch, attention = self.live, self.attention
-        assert batch is not None and attention is not None
+        if batch is None:
+            return
+        assert attention is not None
         real = batch.tokens
         if self.cache is not None:
             self.cache.write(index, k[:real], v[:real], batch.writes[:real])

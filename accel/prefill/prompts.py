@@ -9,7 +9,7 @@ import contextlib
 import operator
 import weakref
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,23 +71,26 @@ class Prompts:
         self.prompts = list(prompts)
         self.handles: list[Handle] = []
 
-    def take_pages(self, cache: KVCache, guests: Guests) -> None:
-        """Gives every prompt its pages; `guests` go where they are needed. Raises `CacheFull`."""
+    def take_pages(self, cache: KVCache, guests: Guests, catch_up: Callable[[], None]) -> None:
+        """Gives every prompt its pages; `guests` go where they are needed. Raises `CacheFull`.
+        Whoever held a page until now may still read it on the device: `catch_up` comes after that,
+        and before anything is written."""
         while True:
             try:
-                self._take_pages(cache)
+                self._take_pages(cache, catch_up)
                 break
             except CacheFull:
                 if not guests.dismiss_one():
                     raise
         guests.add(self.handles)
+        catch_up()
 
-    def _take_pages(self, cache: KVCache) -> None:
+    def _take_pages(self, cache: KVCache, catch_up: Callable[[], None]) -> None:
         """Full pages of a prefix are shared, a part-filled one is copied, since others may go on in
         it. Raises `CacheFull`, holding nothing then."""
         try:
             for prompt in self.prompts:
-                prompt.pages = _pages(cache, prompt)
+                prompt.pages = _pages(cache, prompt, catch_up)
                 whole = prompt.prefix.ids + prompt.ids if prompt.prefix else prompt.ids
                 self.handles.append(Handle(cache, whole, prompt.pages))
         except BaseException:
@@ -101,7 +104,7 @@ class Prompts:
         self.handles = []
 
 
-def _pages(cache: KVCache, prompt: Prompt) -> tuple[int, ...]:
+def _pages(cache: KVCache, prompt: Prompt, catch_up: Callable[[], None]) -> tuple[int, ...]:
     shared, part = divmod(prompt.cached, cache.page_size)
     needed = cache.pages_for(prompt.cached + len(prompt.ids))
     if prompt.prefix is None:
@@ -110,6 +113,7 @@ def _pages(cache: KVCache, prompt: Prompt) -> tuple[int, ...]:
         fresh = cache.take(needed - shared)
         cache.share(prompt.prefix.pages[:shared])
         if part:
+            catch_up()
             cache.copy_page(prompt.prefix.pages[shared], fresh[0])
         return (*prompt.prefix.pages[:shared], *fresh)
 

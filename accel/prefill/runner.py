@@ -126,7 +126,7 @@ class PrefillRunner:
         """The log-probability of every token but the first, given those before it: float32 on the
         host, `[tokens - 1]` per prompt. The head is applied to a few rows at a time, so the logits
         of all tokens never exist together."""
-        with self._alone():
+        with self._alone(hands_out=False):
             opened = open_prompts(self._model, prompts)
             lengths = [len(prompt.ids) for prompt in opened.prompts]
             scores: list[torch.Tensor] = []
@@ -211,13 +211,13 @@ class PrefillRunner:
         return self._body.cache if self._body else None
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, hands_out: bool = True) -> Iterator[None]:
         """One call at a time, after the device work of the one before it, without gradients or
         autocast, outside of inference mode, whose tensors could not be written later."""
         with self._lock, torch.inference_mode(False), torch.no_grad(), self._plainly():
             if self._closed:
                 raise ValueError("this prefill runner is closed: make another")
-            with self._place.entered(graphs=self.report.mode != "eager"):
+            with self._place.entered(self.report.mode != "eager", hands_out):
                 yield
 
     def _plainly(self) -> AbstractContextManager[Any]:
@@ -236,7 +236,7 @@ class PrefillRunner:
         self._check_lengths(opened)
         lengths = [len(prompt.ids) for prompt in opened.prompts]
         if cache is not None and (keep or sum(lengths) > largest):
-            opened.take_pages(cache, self._guests)
+            opened.take_pages(cache, self._guests, self._place.catch_up)
         passes = cut(lengths, largest, cache is not None)
         parts: list[list[torch.Tensor]] = [[] for _ in opened.prompts]
         for pieces in passes:

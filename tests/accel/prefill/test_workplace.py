@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,7 +17,8 @@ from accel import memory
 from accel.backend import Backend
 from accel.prefill.model import Attend
 from accel.prefill.runner import PrefillRunner
-from tests.accel.prefill.tiny import TinyModel, prompts_of
+from accel.prefill.workplace import Workplace
+from tests.accel.prefill.tiny import VOCAB, TinyModel, prompts_of
 
 Make = Callable[..., PrefillRunner]
 MODES = ["breakable", "full"]
@@ -209,3 +211,142 @@ def _takes(stream: Any) -> Callable[[memory.Pool], None]:
         pool._give_stream_back = memory.weakref.finalize(pool, lambda: None)
 
     return take
+
+
+class Busy(TinyModel):
+    """Others go on working on the caller's stream, and release pages that they read, while prompts
+    are looked at."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.happens: Callable[[], None] = lambda: None
+        self.began: list[float] = []
+
+    @property
+    def vocab_size(self) -> int:  # type: ignore[override]
+        self.happens()
+        return VOCAB
+
+    def body(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        from tests.simulated.device import card
+
+        self.began.append(card.current_stream().time)
+        return super().body(ids, positions, attend)
+
+
+def test_pages_are_written_after_what_others_queued_before_they_released_them(
+    sim: torch.device, make: Make
+) -> None:
+    from tests.simulated.device import card
+
+    model = Busy(sim)
+    runner = make(model, cache_tokens=64)
+    prefix = runner(prompts_of(300 - 256)).handle(0)
+    caller, copied = card.current_stream(), list[float]()
+
+    def advance() -> None:
+        caller.time += 5.0
+
+    def copy_page(*pages: int) -> None:
+        copied.append(card.current_stream().time)
+
+    model.happens = advance
+    runner._cache.copy_page = copy_page  # type: ignore[union-attr, method-assign]
+    before = caller.time
+    runner(prompts_of(3), prefix=prefix)
+    assert min(copied) >= before + 5.0
+    prefix.release()
+    runner._graphs.forget_graphs()  # type: ignore[union-attr]
+    before = caller.time
+    runner(prompts_of(3))
+    assert model.began[-1] >= before + 5.0
+
+
+def test_what_is_handed_out_lives_until_the_callers_stream_has_waited(
+    device: torch.device, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = memory.Pool(device)
+    place, home = Workplace(pool, ranks=1), backend.current_stream(device)
+    x, waited = torch.ones(4, device=device), list[bool]()
+    with place.entered(graphs=True):
+        given = [weakref.ref(place.taken_out(x)), weakref.ref(place.joined([x, x]))]
+        wait = backend.wait_stream
+
+        def noting(stream: Any, other: Any) -> None:
+            if (stream, other) == (home, pool.stream):
+                waited.extend(ref() is not None for ref in given)
+            wait(stream, other)
+
+        monkeypatch.setattr(pool, "backend", Waits(backend, noting))
+    assert waited == [True, True]
+    assert [ref() for ref in given] == [None, None]
+
+
+class Waits:
+    """A backend that tells who waits for whom."""
+
+    def __init__(self, backend: Backend, wait_stream: Callable[[Any, Any], None]) -> None:
+        self._backend, self.wait_stream = backend, wait_stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+class Counting(TinyModel):
+    """Counts the passes whose hidden states are alive while the head works."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.passes = weakref.WeakSet[Any]()
+        self.alive: list[int] = []
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden._base is not None:
+            self.passes.add(hidden._base)
+        self.alive.append(len(self.passes))
+        return super().head(hidden)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "eager"])
+def test_score_lets_go_of_hidden_states_from_pass_to_pass(
+    mode: str, device: torch.device, make: Make
+) -> None:
+    model = Counting(device)
+    make(model, mode=mode).score(prompts_of(*[200] * 6))
+    assert max(model.alive) <= 2
+    assert len(model.alive) >= 6
+
+
+def test_an_eager_pass_after_the_graphs_were_given_up_has_its_scratch_memory_in_its_place(
+    sim: torch.device, make: Make
+) -> None:
+    from tests.simulated.device import card
+
+    class Moving(TinyModel):
+        """Never stays as it is."""
+
+        def state(self) -> object:
+            self.setting += 1
+            return self.setting
+
+    runner = make(Moving(sim), buckets=BUCKETS)
+    runner(prompts_of(20))
+    assert runner.report.eager_passes == 1
+    stream = pool_of(runner).stream
+    assert card.workspaces[stream][0] is card.scratch[stream]
+
+
+def test_a_runner_that_nobody_has_any_more_is_gone_at_once(
+    sim: torch.device, tiny: TinyModel
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for mode in MODES:
+            runner = PrefillRunner(tiny, max_tokens=64, mode=mode, attention="reference")
+            assert runner(prompts_of(20)) and runner.report.replays
+            pool = weakref.ref(pool_of(runner))
+            del runner
+            assert pool() is None
+    finally:
+        gc.enable()
