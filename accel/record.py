@@ -15,6 +15,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tag
@@ -205,13 +206,9 @@ class OpRecorder(TorchDispatchMode):
             given, here = (*args, *kwargs.values()) if kwargs else args, recorder()
             mine = here is not None and current_recording() is here._recording
             if has_torch_function(given):  # they compare functions, with torch's own
-                if not mine:
+                own = mock.patch.object(owner, name, original)
+                with own if mine else contextlib.nullcontext():
                     return handle_torch_function(original, given, *args, **kwargs)
-                setattr(owner, name, original)
-                try:
-                    return handle_torch_function(original, given, *args, **kwargs)
-                finally:
-                    setattr(owner, name, run)
             if (
                 here is None
                 or not mine

@@ -60,18 +60,7 @@ class PrefillRunner:
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode={mode!r}: one of {', '.join(MODES)}")
-        sizes = {
-            "max_tokens": max_tokens,
-            "max_requests": max_requests,
-            "cache_tokens": cache_tokens,
-        }
-        for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, SupportsIndex):
-                raise ValueError(f"{name}={size!r}: a whole number")
-        if max_requests < 1:
-            raise ValueError(f"max_requests={max_requests}: there is at least one slot")
-        if cache_tokens < 0:
-            raise ValueError(f"cache_tokens={cache_tokens}: a number of tokens, 0 for no cache")
+        _check_sizes(max_tokens=max_tokens, max_requests=max_requests, cache_tokens=cache_tokens)
         self._model, self._max_requests = model, max_requests
         self._ladder = Ladder(max_tokens, buckets)
         self._lock = threading.RLock()
@@ -333,6 +322,17 @@ class PrefillRunner:
                 f"capturing to max_tokens={plan.max_tokens} takes about {plan.needed:,} bytes, "
                 f"{plan.free:,} are free: lower max_tokens="
             )
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, SupportsIndex):
+            raise ValueError(f"{name}={size!r}: a whole number")
+    if sizes["max_requests"] < 1:
+        raise ValueError(f"max_requests={sizes['max_requests']}: there is at least one slot")
+    if sizes["cache_tokens"] < 0:
+        cached = f"cache_tokens={sizes['cache_tokens']}"
+        raise ValueError(f"{cached}: a number of tokens, 0 for no cache")
 
 
 def _weights_of(module: nn.Module) -> list[torch.Tensor]:
