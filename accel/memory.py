@@ -24,9 +24,11 @@ _idle_streams: defaultdict[torch.device, list[Any]] = defaultdict(list)
 _sides: dict[torch.device, Any] = {}
 """A device's stream for constants: no pool records on it."""
 
+STREAMS = 32
+"""That torch has of a device; it gives out the same ones again and again."""
+
 _turns: dict[Any, threading.RLock] = {}
-"""Held while a pool works on its stream: torch has 32 a device and gives out the same ones again,
-so that pools may share theirs."""
+"""Held while a pool works on its stream, by stream: many pools may have to share theirs."""
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 _watched: set[str] = set()
@@ -81,10 +83,19 @@ class Pool:
         try:
             self.stream = idle.pop()
         except IndexError:
-            news = (self.backend.new_stream(self.device) for _ in range(2))
-            self.stream = next(new for new in news if new != _sides[self.device])
+            self.stream = self._another_stream()
         self._turn = _turns.setdefault(self.stream, threading.RLock())
         self._give_stream_back = weakref.finalize(self, idle.append, self.stream)
+
+    def _another_stream(self) -> Any:
+        """One that no other pool has, if there is one: those that share theirs wait for each other,
+        and where a pool's work is in the middle of another's that can be for ever."""
+        new_stream, side, news = self.backend.new_stream, _sides[self.device], list[Any]()
+        while len(news) <= STREAMS:
+            news.append(new_stream(self.device))
+            if news[-1] != side and news[-1] not in _turns:
+                return news[-1]
+        return next(new for new in news if new != side)
 
     def _open_generation(self) -> None:
         for tenant in list(self.tenants):

@@ -104,6 +104,18 @@ class TestFewStreams:
             y = torch.ones(2, device=device) + torch.tensor([1.0, 2.0]).to(device)
         assert (graph.segments, y.tolist()) == (1, [2.0, 3.0])
 
+    def test_a_stream_that_no_pool_has_comes_first(
+        self, device: torch.device, backend: Backend, streams: list[Any]
+    ) -> None:
+        first = Pool(device)
+        while backend.new_stream(device) is not streams[0]:  # someone else's, as is the next
+            pass
+        backend.new_stream(device)
+        backend.new_stream(device)
+        second, third = Pool(device), Pool(device)
+        assert {first.stream, second.stream} == set(streams[1:])
+        assert third.stream in streams[1:]
+
     def test_pools_on_one_stream_record_one_after_the_other(
         self, device: torch.device, streams: list[Any]
     ) -> None:
