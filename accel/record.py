@@ -215,6 +215,7 @@ class OpRecorder(TorchDispatchMode):
                 or torch._C._len_torch_dispatch_stack() != 1
                 or torch._C._functorch.peek_interpreter_stack() is not None
                 or not plain.issuperset(map(type, given))
+                or (owner is _TENSOR and _sizes_have_tensors(given[1:]))
                 or "out" in kwargs
                 or here._pool.unrecordable
                 or here._look_at(given)[1]
@@ -341,6 +342,13 @@ class OpRecorder(TorchDispatchMode):
                     raise Refused(f"{func} writes {origin}")
                 if origin != OURS:
                     self._recording.note_effect(x, f"{func} has written {origin}")
+
+
+def _sizes_have_tensors(sizes: Iterable[Any]) -> bool:
+    """Torch reads such a size on the device, in the midst of what would be one op."""
+    return any(
+        isinstance(x, _TENSOR) or (isinstance(x, tuple) and _sizes_have_tensors(x)) for x in sizes
+    )
 
 
 def _hide_from_compiler(handler: Any) -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from accel.backend import backend_for
+from accel.breaks import GuardMiss
 from accel.graph import ARGUMENT, BreakableGraph, Refused, capture
 from accel.memory import Pool
 from accel.record_stand_ins import _LAYERS, _WHOLE, visible_host_data
@@ -138,6 +139,16 @@ class TestWholeFunctions:
             x.view((1, size, -1))
         size.fill_(2)
         assert recording.held.stale() == "a host tensor that the recording reads has changed"
+
+    @pytest.mark.parametrize("shaped", [lambda x, n: x.view(n, 2), lambda x, n: x.view((n, 2))])
+    def test_a_size_that_lies_on_the_device_is_guarded(self, shaped: Any, x: Tensor) -> None:
+        rows = torch.full((), 3, device=x.device)
+        graph, y = record(lambda x: shaped(x, rows) + 1, x)
+        assert [b.guarded for b in graph.breaks] == [True]
+        assert_same(y, x.view(3, 2) + 1)
+        rows.fill_(2)
+        with pytest.raises(GuardMiss):
+            graph.replay()
 
     def test_what_another_put_in_place_of_one_is_seen(
         self, x: Tensor, monkeypatch: pytest.MonkeyPatch
