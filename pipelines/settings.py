@@ -5,6 +5,7 @@ They are plain data, go through JSON and back, and know nothing of pipelines or 
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -71,6 +72,11 @@ class Settings:
         return replace(self, **{k: v for k, v in values.items() if v is not None})
 
 
+BYTES_A_PIXEL = 64
+"""The least that a picture takes while it is decoded: a few channels in float32. Most take more;
+what is refused by this could only end with the process being killed."""
+
+
 def parse_size(text: str) -> tuple[int, int]:
     """Width and height from `512` or `768x512`.
 
@@ -81,4 +87,15 @@ def parse_size(text: str) -> tuple[int, int]:
     width, height = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if width < 1 or height < 1:
         raise BadInput(f"--size {text}: a size is 512 or 768x512 (width x height), in pixels")
+    if width * height * BYTES_A_PIXEL > (memory := physical_memory()):
+        least = f"{width * height * BYTES_A_PIXEL >> 30} GiB"
+        raise BadInput(
+            f"--size {text}: a picture of that size takes at least {least} to make, this machine "
+            f"has {memory >> 30}: lower --size"
+        )
     return width, height
+
+
+def physical_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -69,7 +69,7 @@ def choose(
         if why_not is None:
             return backend, passed
         passed.append(f"{candidate}: {why_not}")
-    raise Unsupported("; ".join(passed))
+    raise Unsupported("; ".join(passed) if name == "auto" else passed[0].partition(": ")[2])
 
 
 def _objection(

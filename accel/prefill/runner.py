@@ -69,9 +69,11 @@ class PrefillRunner:
         self._graphs: Graphs | None = None
         self._guests = Guests()
         self.report = PrefillReport(model.name, mode, attention)
+        self._eager_because = "mode='eager'"
         if self._pool is None and mode != "eager":
             self.report.mode = mode = "eager"
-            self.report.notes.append(f"mode='eager': nothing can be captured on {model.device}")
+            self._eager_because = f"nothing can be captured on {model.device}"
+            self.report.notes.append(f"mode='eager': {self._eager_because}")
         with self._alone():
             setup = Setup(model, self._ladder, max_requests, cache_tokens, mode, attention)
             self._body = set_up(setup, self.report)
@@ -157,7 +159,7 @@ class PrefillRunner:
         ValueError where nothing is captured, saying why."""
         with self._alone():
             if self._graphs is None or self._body is None or self._pool is None:
-                why = self.report.declined or f"mode={self.report.mode!r}"
+                why = self.report.declined or self._eager_because
                 raise ValueError(f"nothing is captured, so there is no plan: {why}")
             report, graphs = self.report, len(list(self._graphs.kinds()))
             held = report.cache_bytes + report.workspace_bytes
@@ -270,7 +272,7 @@ class PrefillRunner:
     def _why_eager(self, requests: Sequence[Request], tokens: int) -> str | None:
         """Why no graph fits, in words that do not differ from call to call."""
         if self._graphs is None:
-            return f"mode={self.report.mode!r}"
+            return self._eager_because
         if tokens > self._ladder.largest:
             return f"more tokens than max_tokens={self._ladder.largest}"
         if self.report.mode == "full":

@@ -349,3 +349,8 @@ def test_nothing_is_proven_where_nothing_records() -> None:
 def test_what_cannot_be_patched_cannot_be_verified() -> None:
     with pytest.raises(TypeError, match="takes a diffusers pipeline or a module, not str"):
         accel.verify("a folder")
+
+
+def test_nothing_compared_is_said() -> None:
+    assert str(Verification()).startswith("equal: trivially, as nothing was accelerated")
+    assert "trivially" not in str(Verification(runs=2, calls=1))

@@ -84,6 +84,12 @@ def test_a_failed_write_leaves_the_old_picture_and_no_litter(
     assert path.read_bytes() == b"old"
 
 
+def test_a_size_beyond_the_machines_memory_is_refused() -> None:
+    assert parse_size("4096x2048") == (4096, 2048)
+    with pytest.raises(BadInput, match=r"--size 1000000: .* takes at least 59604 GiB .*lower --si"):
+        parse_size("1000000")
+
+
 @pytest.mark.parametrize("text", ["", "0", "64x0", "-64", "64x", "64,64", "big"])
 def test_a_wrong_size_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match="a size is 512 or 768x512"):

@@ -322,7 +322,7 @@ def test_a_name_without_a_compiler_is_refused_in_one_line(
 ) -> None:
     double.prebuilt, double.folder = False, tmp_path
     model = half_model(monkeypatch, CPU, torch.float16)
-    says = "attention='flashinfer': flashinfer: its kernels must be compiled and ninja is not"
+    says = "attention='flashinfer': its kernels must be compiled and ninja is not"
     with pytest.raises(ValueError, match=says) as caught:
         make(model, attention="flashinfer", mode="eager")
     assert "\n" not in str(caught.value)
@@ -337,7 +337,7 @@ def test_the_package_absent_is_said_with_its_extra(monkeypatch: pytest.MonkeyPat
 
 
 def test_devices_that_it_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Unsupported, match="flashinfer: FlashInfer needs CUDA, the model is on cpu"):
+    with pytest.raises(Unsupported, match=r"^FlashInfer needs CUDA, the model is on cpu"):
         choose("flashinfer", CPU, [HALF], static=False, paged=False)
     monkeypatch.setattr(Gpu, "at", lambda device: Gpu((7, 5), 40))
     with pytest.raises(Unsupported, match=r"needs compute capability 8\.0"):
