@@ -63,6 +63,28 @@ class PrefillReport:
     workspace_bytes: int = 0
     pool_bytes: int = 0
 
+    def __str__(self) -> str:
+        """The same in words, a line for each fact, as `accel.report` does for pipelines.
+
+        >>> report = PrefillReport("llama", "full", "reference", calls=2, tokens=9, replays=1)
+        >>> report.eager("3 requests, max_requests=2")
+        >>> print(report)
+        llama (full, attention reference): 2 calls, 9 tokens, 0 of padding
+          0 captured, 1 replayed, 1 eager
+          eager x1: 3 requests, max_requests=2
+        """
+        how = f"{self.mode}, attention {self.attention}"
+        did = f"{self.calls} calls, {self.tokens} tokens, {self.padding} of padding"
+        lines = [f"{self.name} ({how}): {did}"]
+        lines += [f"  declined: {self.declined}"] if self.declined else []
+        counts = f"{self.captures} captured, {self.replays} replayed, {self.eager_passes} eager"
+        lines.append(f"  {counts}" + (f", {self.own_passes} own" if self.own_passes else ""))
+        for made in self.buckets:
+            paged = ", paged" if made.paged else ""
+            lines.append(f"  graph {made.bucket}{paged}: {made.replays} replays")
+        lines += [f"  eager x{n}: {reason}" for reason, n in self.reasons.most_common()]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
     def eager(self, reason: str) -> None:
         """Counts one forward pass that ran eagerly, and why."""
         self.eager_passes += 1

@@ -131,3 +131,16 @@ def test_a_closed_runner_says_so(tiny: TinyModel, make: Make) -> None:
     runner.close()
     with pytest.raises(ValueError, match="closed"):
         runner(prompts_of(3))
+
+
+def test_the_report_reads_as_a_text(tiny: TinyModel, make: Make) -> None:
+    runner = make(tiny, mode="full", max_requests=2)
+    runner(prompts_of(5))
+    runner(prompts_of(1, 1, 1))
+    said = str(runner.report).splitlines()
+    assert said[1] == "  2 captured, 1 replayed, 1 eager"
+    assert said[2:5] == [
+        "  graph 256: 0 replays",
+        "  graph 64: 1 replays",
+        "  eager x1: more requests than max_requests=2",
+    ]
