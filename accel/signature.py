@@ -176,7 +176,7 @@ def nodes(x: Any) -> Iterator[tuple[Place, Any, Container | None]]:
     ahead: list[tuple[Place, Any]] = [((), x)]
     while ahead:
         place, node = ahead.pop()
-        container = None if type(node) in _LEAVES else opened(node)
+        container = opened(node)
         yield place, node, container
         if container is not None:
             inside = zip(container.names, container.children, strict=True)
@@ -243,8 +243,7 @@ def _metadata(x: torch.Tensor, backend: Backend) -> tuple[Any, ...]:
     device = x.device
     if device.type not in (backend.device_type, "cpu"):
         raise Uncapturable(f"an argument is on {device}")
-    off = misalignment(x, backend) if backend.address(x) % ALIGNMENT else 0
-    return (x.shape, x.stride(), x.dtype, device, x.requires_grad, off)
+    return (x.shape, x.stride(), x.dtype, device, x.requires_grad, misalignment(x, backend))
 
 
 def misalignment(x: torch.Tensor, backend: Backend) -> int:
@@ -255,10 +254,8 @@ def misalignment(x: torch.Tensor, backend: Backend) -> int:
     >>> misalignment(x, backend), misalignment(x[1:], backend)
     (0, 4)
     """
-    if x.is_cpu or x.numel() <= 1:
-        return 0
     off = backend.address(x) % ALIGNMENT
-    return off if off and distinct(x).numel() > 1 else 0
+    return off if off and not x.is_cpu and distinct(x).numel() > 1 else 0
 
 
 def distinct(x: torch.Tensor) -> torch.Tensor:

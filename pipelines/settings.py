@@ -5,12 +5,12 @@ They are plain data, go through JSON and back, and know nothing of pipelines or 
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from accel.pipelines.errors import BadInput
+from accel.pipelines.machine import memory_bytes
 
 _SIZE = re.compile(r"(\d+)(?:x(\d+))?")
 
@@ -87,15 +87,10 @@ def parse_size(text: str) -> tuple[int, int]:
     width, height = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if width < 1 or height < 1:
         raise BadInput(f"--size {text}: a size is 512 or 768x512 (width x height), in pixels")
-    if width * height * BYTES_A_PIXEL > (memory := physical_memory()):
-        least = f"{width * height * BYTES_A_PIXEL >> 30} GiB"
+    needed, memory = width * height * BYTES_A_PIXEL, memory_bytes()
+    if memory is not None and needed > memory:
         raise BadInput(
-            f"--size {text}: a picture of that size takes at least {least} to make, this machine "
-            f"has {memory >> 30}: lower --size"
+            f"--size {text}: a picture of that size takes at least {needed >> 30} GiB to make, "
+            f"this machine has {memory >> 30}: lower --size"
         )
     return width, height
-
-
-def physical_memory() -> int:
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -58,18 +58,19 @@ def choose(
     automatic = ("flashinfer", "torch") if device.type == "cuda" else ("reference",)
     passed: list[str] = []
     for candidate in automatic if name == "auto" else (name,):
+        named = f"{candidate}: " if name == "auto" else ""
         try:
             backend = _MAKERS[candidate](device)
         except Unsupported as why:
-            passed.append(f"{candidate}: {why}")
+            passed.append(f"{named}{why}")
             continue
         why_not = _objection(backend, groups, static, paged)
         if why_not is None and name == "auto":
             why_not = next(filter(None, map(backend.preparation, groups)), None)
         if why_not is None:
             return backend, passed
-        passed.append(f"{candidate}: {why_not}")
-    raise Unsupported("; ".join(passed) if name == "auto" else passed[0].partition(": ")[2])
+        passed.append(f"{named}{why_not}")
+    raise Unsupported("; ".join(passed))
 
 
 def _objection(
