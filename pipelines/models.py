@@ -113,13 +113,13 @@ def is_hub_id(name: str) -> bool:
 
 
 def _folder_of(name: str, trust: Trust, unreachable: str | None) -> Path:
+    if name == "demo":  # the default: a folder that happens to be called so is ./demo
+        return _demo_folder()
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.is_file():
         raise BadInput(f"{name} is a file: --model takes a pipeline folder, a hub id or demo")
-    if name == "demo":
-        return _demo_folder()
     if is_hub_id(name):
         return _hub_folder(name, trust, unreachable)
     if name in ZOO:

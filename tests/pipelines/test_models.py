@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from accel.pipelines.demo import demo_folder
 from accel.pipelines.errors import BadInput
 from accel.pipelines.models import Trust, is_hub_id, resolve
 
@@ -14,6 +15,16 @@ def test_a_saved_pipeline_is_a_model(saved: Folder) -> None:
     model = resolve(str(saved("sd15")))
     assert not model.modular
     assert model.components["unet"] == ("diffusers", "UNet2DConditionModel")
+
+
+def test_the_demo_is_the_built_in_one_whatever_lies_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve("demo").folder == demo_folder()
+    with pytest.raises(BadInput, match=r"^\./demo is no pipeline"):
+        resolve("./demo")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./nowhere/at/all", "a/b/c", "/nowhere"])
