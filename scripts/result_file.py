@@ -1,4 +1,4 @@
-"""What every result file in docs/benchmarks says first: command, commit, date, machine, versions."""
+"""What every result file in docs/benchmarks says first: command, commit, date, device, versions."""
 
 from __future__ import annotations
 
