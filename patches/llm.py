@@ -19,6 +19,7 @@ from torch import nn
 
 from accel.graph import as_break
 from accel.patches.attention import OfThisThread, attending, implementation
+from accel.patches.norms import fused_norms
 from accel.patches.state import StateProbe
 from accel.prefill.attention import AttentionGroup
 from accel.prefill.model import Attend
@@ -38,6 +39,7 @@ def prefill_runner(
     mode: str = "breakable",
     attention: str = "auto",
     buckets: Sequence[int] | None = None,
+    fused_norms: bool = True,
 ) -> PrefillRunner:
     """A runner that prefills prompts of a transformers causal LM by graphs.
 
@@ -45,8 +47,9 @@ def prefill_runner(
     batch in tokens, and the chunk size of longer prompts; `max_requests` the most prompts per batch
     in `mode="full"`; `cache_tokens` how many tokens' keys and values can be kept, for prefixes,
     chunks and `generate` (0: none). `mode` is "breakable", "full" or "eager"; `attention` "auto",
-    "flashinfer", "torch" or "reference"; `buckets` the sizes to pad batches to. Raises ValueError
-    for arguments that cannot be met. A model that cannot be packed runs as it is, prompt by prompt:
+    "flashinfer", "torch" or "reference"; `buckets` the sizes to pad batches to; without
+    `fused_norms` RMS norms are the model's own, not torch's function. Raises ValueError for
+    arguments that cannot be met. A model that cannot be packed runs as it is, prompt by prompt:
     `runner.report.declined` says why. Of a model split by `tp_plan`, every rank makes a runner and
     calls it with the same prompts.
 
@@ -55,7 +58,7 @@ def prefill_runner(
     torch.Size([2, 32000])
     """
     return PrefillRunner(
-        TransformersModel(model),
+        TransformersModel(model, fused_norms=fused_norms),
         max_tokens=max_tokens,
         max_requests=max_requests,
         cache_tokens=cache_tokens,
@@ -68,7 +71,7 @@ def prefill_runner(
 class TransformersModel:
     """`accel.prefill.model.PrefillModel` of a transformers model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, fused_norms: bool = True) -> None:
         if not hasattr(model, "get_decoder") or not hasattr(model, "config"):
             raise ValueError(f"{type(model).__name__} is no transformers causal LM")
         self._model, self._decoder = model, _decoder_of(model)
@@ -86,7 +89,7 @@ class TransformersModel:
         self.horizon = _horizon(config)
         self.routes = _has_experts(config)
         self.stages: Sequence[nn.Module] = _stages_of(self._decoder)
-        self._probe = StateProbe(model)
+        self._probe, self._fuses_norms = StateProbe(model), fused_norms
         self._lock = _locks.setdefault(self._decoder, threading.RLock())
         self._capped = False
         self._output_class: Any = None
@@ -146,15 +149,19 @@ class TransformersModel:
             self._capped |= group.softcap is not None
             return attend(group, *tensors)
 
-        with self._lock, attending(self._decoder, noting):
+        with self._lock, self._norms(), attending(self._decoder, noting):
             return self._hidden(input_ids=ids, position_ids=positions)
 
     def masked_body(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
         """As `PrefillModel.masked_body`: a 4-D mask is taken as it is."""
-        with self._lock, implementation(self._decoder, OfThisThread("sdpa")):
+        sdpa = implementation(self._decoder, OfThisThread("sdpa"))
+        with self._lock, self._norms(), sdpa:
             return self._hidden(input_ids=ids, position_ids=positions, attention_mask=mask)
+
+    def _norms(self) -> contextlib.AbstractContextManager[Any]:
+        return fused_norms(self._decoder) if self._fuses_norms else contextlib.nullcontext()
 
     def own(self, ids: torch.Tensor) -> torch.Tensor:
         """As `PrefillModel.own`. Before transformers 5.24 `sdpa` leaves a soft-cap out without a

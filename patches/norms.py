@@ -1,0 +1,139 @@
+"""RMS norms of a language model by torch's own function: one kernel each instead of eight.
+
+Knows norms by what they compute, not by their names: a module with nothing but a weight is one if
+its forward, when tried, gives what `torch.nn.functional.rms_norm` gives. In half precision that
+rounds once where most models' own norms round twice. In place for one thread at a time, for the
+length of one body call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+_EPSILONS = "variance_epsilon", "eps"
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_SIZES = (1e-3, 1.0, 1e3)
+"""Of the rows that a norm is tried on: beside the smallest the epsilon counts."""
+_CLOSE = {torch.float32: 1e-5, torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps}
+"""Relative differences that another order of the sum and another rounding explain."""
+
+Form = Callable[[torch.Tensor, torch.Tensor, "float | None"], torch.Tensor]
+"""Normed rows of `[..., size]`, a weight of `[size]` and an epsilon."""
+
+
+def _plain(rows: torch.Tensor, weight: torch.Tensor, epsilon: float | None) -> torch.Tensor:
+    return functional.rms_norm(rows, weight.shape, weight, epsilon)
+
+
+def _zero_centred(rows: torch.Tensor, weight: torch.Tensor, epsilon: float | None) -> torch.Tensor:
+    """With a weight that says by how much to leave one. In float32 throughout, as Gemma has it."""
+    scale = 1 + weight.float()
+    return functional.rms_norm(rows.float(), weight.shape, scale, epsilon).type_as(rows)
+
+
+_forms: dict[Hashable, Form | None] = {}
+"""What was found for a class's forward with certain settings."""
+
+
+@contextlib.contextmanager
+def fused_norms(decoder: nn.Module) -> Iterator[int]:
+    """While open, RMS norms in `decoder` are torch's function if this thread calls them; in other
+    threads they are their own. Gives how many there are. One thread at a time per decoder.
+
+    >>> decoder = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4, eps=1e-6))
+    >>> with fused_norms(decoder) as count:
+    ...     count, "forward" in vars(decoder[1])
+    (1, True)
+    >>> "forward" in vars(decoder[1])
+    False
+    """
+    found = [(module, form) for module in decoder.modules() if (form := form_of(module))]
+    thread = threading.get_ident()
+    try:
+        for norm, form in found:
+            vars(norm)["forward"] = _fused(norm, form, thread)
+        yield len(found)
+    finally:
+        for norm, _ in found:
+            vars(norm).pop("forward", None)
+
+
+def form_of(module: nn.Module) -> Form | None:
+    """How to compute what a module does, if that is to divide by the root mean square over the last
+    dimension and to multiply by its weight, or by one more than that, and nothing else. None for
+    all others, and where someone has replaced the forward on the object.
+
+    >>> form_of(nn.RMSNorm(4, eps=1e-6)) is None, form_of(nn.LayerNorm(4, bias=False)) is None
+    (False, True)
+    """
+    weight = module._parameters.get("weight")
+    if type(weight) is not nn.Parameter or weight.dim() != 1 or not weight.is_floating_point():
+        return None
+    if len(module._parameters) > 1 or module._modules or module._buffers:
+        return None
+    settings = {name: x for name, x in vars(module).items() if name not in _OF_EVERY_MODULE}
+    if "forward" in settings:
+        return None
+    key = type(module).forward, len(weight), tuple(settings.items())
+    try:
+        if key not in _forms:
+            forms = (form for form in (_plain, _zero_centred) if _computes(module, form))
+            _forms[key] = next(forms, None)
+    except TypeError:  # a setting that may change
+        return None
+    return _forms[key]
+
+
+def _computes(module: Any, form: Form) -> bool:
+    """Whether they agree, tried with a copy of the module that has another weight."""
+    size = len(module.weight)
+    draw = torch.Generator("cpu").manual_seed(size)
+    rows = torch.randn(1, len(_SIZES), 2, size, generator=draw, device="cpu")
+    rows *= torch.tensor(_SIZES, device="cpu")[:, None, None]
+    weight = torch.randn(size, generator=draw, device="cpu")
+    twin = copy.copy(module)
+    try:
+        with torch.no_grad():
+            for dtype, close in _CLOSE.items():
+                vars(twin)["_parameters"] = {"weight": nn.Parameter(weight.to(dtype))}
+                own = type(module).forward(twin, rows.to(dtype))
+                ours = form(rows.to(dtype), twin.weight, _epsilon(twin))
+                torch.testing.assert_close(own, ours, rtol=close, atol=0)
+    except Exception:  # whatever it needs more: it is no such norm
+        return False
+    return True
+
+
+def _epsilon(norm: Any) -> float | None:
+    names = (name for name in _EPSILONS if hasattr(norm, name))
+    epsilon: float | None = getattr(norm, next(names))
+    return epsilon
+
+
+def _fused(norm: Any, form: Form, thread: int) -> Callable[..., Any]:
+    """A forward in the place of the norm's own, which still runs in other threads, and for what
+    torch's function takes another way with (a mix of precisions, autocast)."""
+    own = norm.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        mine = threading.get_ident() == thread and len(args) == 1 and not kwargs
+        if mine and _in_one_kernel(args[0], norm.weight):
+            return form(args[0], norm.weight, _epsilon(norm))
+        return own(*args, **kwargs)
+
+    return forward
+
+
+def _in_one_kernel(hidden: Any, weight: torch.Tensor) -> bool:
+    if type(hidden) is not torch.Tensor or hidden.dtype != weight.dtype:
+        return False
+    kind = hidden.device.type
+    return not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
