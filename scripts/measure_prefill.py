@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--between", action="store_true", help="also each bucket's size plus one")
     made.add_argument("--ways", default=",".join(WAYS), help="of them: %(default)s")
     made.add_argument("--attention", default="auto", help="auto, flashinfer, torch or reference")
+    made.add_argument("--own-norms", action="store_true", help="norms as the model has them")
     made.add_argument("--max-tokens", type=int, help="the chunk size; default: the largest batch")
     made.add_argument("--max-requests", type=int, default=16, help="slots of full graphs")
     made.add_argument("--repeats", type=int, default=7, help="timed rounds of a row")
@@ -90,7 +91,10 @@ class Session:
         synchronize(self.device)
         largest = max([*options.tokens, *map(sum, options.batch)])
         self.made_with = Options(
-            options.max_tokens or largest, options.max_requests, options.attention
+            options.max_tokens or largest,
+            options.max_requests,
+            options.attention,
+            fused_norms=not options.own_norms,
         )
         self.facts: dict[str, Any] = {
             "model": zoo_language.setting(name, wanted),
@@ -103,6 +107,7 @@ class Session:
             "triton": installed("triton"),
             "max_tokens": self.made_with.max_tokens,
             "max_requests": self.made_with.max_requests,
+            "fused norms": self.made_with.fused_norms,
             "repeats": options.repeats,
         }
         self.failed = False
