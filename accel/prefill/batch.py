@@ -137,22 +137,28 @@ class Buffers:
     rows: torch.Tensor
     kv_rows: torch.Tensor
     slots: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory, in bytes."""
-        return self.flat.nbytes
+    nbytes: int
+    """Device memory that was taken for them, in bytes: none if they lie within others'."""
 
     @classmethod
     def new(
-        cls, bucket: int, device: torch.device, slots: int = 0, pages: int = 0, kv_bound: int = 0
+        cls,
+        bucket: int,
+        device: torch.device,
+        slots: int = 0,
+        pages: int = 0,
+        kv_bound: int = 0,
+        within: torch.Tensor | None = None,
     ) -> Buffers:
-        """Buffers of zeros: for `bucket` rows, and for a full graph also for `slots` requests."""
+        """Buffers for `bucket` rows, and for a full graph also for `slots` requests: in memory that
+        others have too, `within`, if there is enough of it, else zeros of their own."""
         parts = Parts(bucket, kv_bound if slots else 0)
         numbers = slot_numbers(slots, pages) if slots else 0
         nbytes = parts.rows_end + ROW * parts.keys + NUMBER * numbers
+        if within is not None and within.nbytes >= nbytes:
+            return cls(within[:nbytes], *parts.of(within[:nbytes]), nbytes=0)
         flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        return cls(flat, *parts.of(flat))
+        return cls(flat, *parts.of(flat), nbytes=nbytes)
 
 
 def pack(

@@ -48,6 +48,19 @@ class Ground:
     automatic: bool = False
     run: bool = True
     """Whether what is captured also runs: its results are nobody's."""
+    _batch: torch.Tensor | None = None
+
+    def buffers(
+        self, bucket: int, device: torch.device, slots: int = 0, pages: int = 0, bound: int = 0
+    ) -> Buffers:
+        """Where a graph reads its batch: the same memory for all, as one runs at a time and loads
+        its own before. Not with pages: behind the last one in use kernels may look at what lies
+        there, which must be pages, too."""
+        within = None if pages else self._batch
+        made = Buffers.new(bucket, device, slots, pages, bound, within)
+        if made.nbytes and not pages:
+            self._batch = made.flat
+        return made
 
 
 @contextlib.contextmanager
@@ -88,7 +101,7 @@ class BreakableBody:
 
     def __init__(self, body: PackedBody, ground: Ground, bucket: int) -> None:
         self._body, self.bucket = body, bucket
-        self._buffers = Buffers.new(bucket, body.model.device)
+        self._buffers = ground.buffers(bucket, body.model.device)
         self.graph = BreakableGraph(ground.pool)
         batch = self._load([Request((0,) * bucket)])
         batch.positions.zero_()  # harmless ones: a table of positions may end before the bucket
@@ -141,7 +154,7 @@ class FullBody:
         cache = body.cache
         pages = cache.pages_for(body.kv_bound) + body.slots if cache else 0
         bound = body.kv_bound if paged else 0
-        self._buffers = Buffers.new(bucket, body.model.device, body.slots, pages, bound)
+        self._buffers = ground.buffers(bucket, body.model.device, body.slots, pages, bound)
         self._attention: Attention | None = None
         if body.groups:
             room = body.room(bucket, static=True, paged=paged)

@@ -15,9 +15,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.memory import Pool
-from accel.prefill.batch import Request
+from accel.prefill.batch import NUMBER, ROW, Request
 from accel.prefill.buckets import Ladder
 from accel.prefill.packed_body import PackedBody
+from accel.prefill.slots import slot_numbers
 from accel.signature import leaves
 
 MEASURED = (64, 128)
@@ -115,12 +116,20 @@ def plan_for(
     return MemoryPlan(
         max_tokens=ladder.largest,
         activations=round(large + slope * (ladder.largest - many)),
-        buffers=graphs // len(ladder.sizes) * 3 * 8 * sum(ladder.sizes)
-        + graphs * 8 * body.kv_bound,
+        buffers=_batch_bytes(body, ladder, graphs),
         results=results,
         held=held,
         free=free + pool.backend.reclaimable_bytes(pool.device),
     )
+
+
+def _batch_bytes(body: PackedBody, ladder: Ladder, graphs: int) -> int:
+    """Batch tensors: those of the largest bucket, which all graphs have in turns, or each graph's
+    own where there is a cache."""
+    if body.cache is None:
+        return 3 * ROW * ladder.largest + NUMBER * slot_numbers(body.slots, 0)
+    rows = graphs // len(ladder.sizes) * sum(ladder.sizes)
+    return 3 * ROW * rows + graphs * ROW * body.kv_bound
 
 
 def _peak(body: PackedBody, rows: int) -> int:

@@ -16,12 +16,13 @@ Make = Callable[..., PrefillRunner]
 PROMPTS = prompts_of(20, 30)
 
 
-def agrees(runner: PrefillRunner, model: TinyModel) -> bool:
+def agrees(runner: PrefillRunner, model: TinyModel, prompts: list[list[int]] | None = None) -> bool:
     """Whether results are what the model computes now."""
-    result = runner(PROMPTS)
+    prompts = PROMPTS if prompts is None else prompts
+    result = runner(prompts)
     return all(
         torch.allclose(result.hidden(i), own(model, prompt), atol=1e-5)
-        for i, prompt in enumerate(PROMPTS)
+        for i, prompt in enumerate(prompts)
     )
 
 
@@ -233,6 +234,21 @@ def test_the_pool_needs_no_more_than_the_largest_bucket(tiny: TinyModel, make: M
     assert first.bucket == 2048 and first.pool_bytes > 0
     assert sum(entry.pool_bytes for entry in others) <= first.pool_bytes // 4
     assert runner.report.pool_bytes == sum(b.pool_bytes for b in runner.report.buckets)
+
+
+@pytest.mark.parametrize("mode", ["breakable", "full"])
+def test_graphs_read_their_batches_in_turns_from_one_place(
+    tiny: TinyModel, make: Make, mode: str
+) -> None:
+    runner = make(tiny, mode=mode, attention="reference", max_requests=3).capture()
+    largest = max(b.bucket for b in runner.report.buckets)
+    assert len(runner.report.buckets) > 1
+    numbers = 4 * (4 * 3 + 3) if mode == "full" else 0
+    assert runner.report.buffer_bytes == 3 * 8 * largest + numbers
+    assert runner.plan().buffers >= runner.report.buffer_bytes
+    for lengths in ((1,), (largest,), (5, 3), (1,)):
+        assert agrees(runner, tiny, prompts_of(*lengths))
+    assert runner.report.eager_passes == 0
 
 
 def test_the_plan_is_near_what_capturing_takes(tiny: TinyModel, make: Make) -> None:

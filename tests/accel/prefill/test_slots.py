@@ -97,6 +97,17 @@ def test_buffers_keep_their_addresses_and_lose_old_rows(device: torch.device) ->
     assert short.device.q_indptr.tolist() == [0, 1, 1]
 
 
+def test_buffers_can_lie_within_others(device: torch.device) -> None:
+    large = Buffers.new(6, device, slots=2)
+    small = Buffers.new(3, device, slots=2, within=large.flat)
+    assert small.nbytes == 0 and small.flat.data_ptr() == large.flat.data_ptr()
+    pack([Request((1, 2, 3, 4, 5, 6))], 6, device, slots=2, into=large)
+    batch = pack([Request((9,))], 3, device, slots=2, into=small)
+    assert batch.ids.tolist() == [[9, 0, 0]] and batch.device.q_indptr.tolist() == [0, 1, 1]
+    larger = Buffers.new(7, device, slots=2, within=large.flat)
+    assert larger.nbytes > large.nbytes and larger.flat.data_ptr() != large.flat.data_ptr()
+
+
 def test_pages_are_counted(device: torch.device) -> None:
     cache = new_cache(device)
     pages = cache.take(3)
