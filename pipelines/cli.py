@@ -298,7 +298,8 @@ def prefill(
         bool, typer.Option("--compare", help="Times the model's own forward beside it, in turns.")
     ] = False,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Only says what capturing takes here, and what has room.")
+        bool,
+        typer.Option("--plan", help="Only says what graphs would take here, and what has room."),
     ] = False,
     dtype: options.Dtype = None,
     device: options.Device = "auto",
@@ -311,8 +312,9 @@ def prefill(
     from accel.pipelines import prefilling
     from accel.pipelines.texts import read_texts
 
+    given = [*(prompts or []), *filter(None, [prompts_file])]
     order = prefilling.Order(
-        prompts=() if plan else read_texts(prompts or [], prompts_file),
+        prompts=given if plan else read_texts(prompts or [], prompts_file),
         model=model,
         mode=mode,
         attention=attention,

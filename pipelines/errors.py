@@ -53,9 +53,15 @@ def explained(error: Exception) -> AccelError:
         )
     if isinstance(error, ValueError) and _raised_by_a_pipeline(error.__traceback__):
         said = " ".join(str(error).split())
-        option = "; --size sets it" if re.search(r"\b(height|width)\b", said, re.I) else ""
+        option = "; --size sets it" if is_about_size(error) else ""
         return BadInput(f"the model cannot take this: {said.rstrip('.')}{option}")
     return AccelError(f"{type(error).__name__}: {first_line(error)} (--debug shows the traceback)")
+
+
+def is_about_size(error: BaseException) -> bool:
+    """Whether a pipeline's own code refused the size that it was called with."""
+    named = re.search(r"\b(height|width)\b", str(error), re.IGNORECASE) is not None
+    return isinstance(error, ValueError) and named and _raised_by_a_pipeline(error.__traceback__)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.pipelines.console import OnPicture, unheard
 from accel.pipelines.generation import make
-from accel.pipelines.subjects import Subject
+from accel.pipelines.subjects import Choice, Subject
 
 if TYPE_CHECKING:
     from accel.patches.part import Capture
@@ -26,4 +26,12 @@ def explain(
         make(pipe, subject.inputs)
     settings = subject.settings
     report = accel.report(pipe).to_dict()
+    return {"model": settings.model, "settings": settings.to_dict(), "report": report}
+
+
+def inactive(choice: Choice, why: str) -> dict[str, Any]:
+    """The same where nothing can be recorded: `why`, without loading or running anything."""
+    from accel.patches.overview import Report
+
+    settings, report = choice.settings, Report(inactive=why).to_dict()
     return {"model": settings.model, "settings": settings.to_dict(), "report": report}

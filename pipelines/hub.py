@@ -6,11 +6,13 @@ matter. Importing it brings in nothing heavy.
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from accel.pipelines.console import note
-from accel.pipelines.errors import BadInput, first_line
+from accel.pipelines.errors import AccelError, BadInput, first_line
 
 PATIENCE = 8.0
 """Seconds after which a hub counts as out of reach: its client alone would try for half a minute,
@@ -40,6 +42,24 @@ def unreachable(name: str, option: str) -> str | None:
             "with hf auth login); check the spelling or give a folder"
         ) from failures[0]
     return f"{where} cannot be reached: {first_line(failures[0])}"
+
+
+def given(
+    name: str, option: str, download: Callable[[bool], Path], unreachable: str | None
+) -> Path:
+    """What `download` gets of `name`: with True from the cache alone, as where the hub is
+    `unreachable`. Raises `BadInput` in one line where there is nothing to be had."""
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    try:
+        return download(unreachable is not None)
+    except AccelError:
+        raise
+    except Exception as error:  # the hub, its client and the libraries raise a dozen types
+        if unreachable is not None:
+            raise missing(name, option, unreachable) from error
+        raise BadInput(
+            f"no folder {name} here, and the hub did not give that model: {first_line(error)}"
+        ) from error
 
 
 def tell_cached(name: str, reason: str | None) -> None:

@@ -7,15 +7,13 @@ or code of its own is refused here unless asked for, by the rules of `models`.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from accel.pipelines import hub
-from accel.pipelines.errors import AccelError, BadInput, first_line
-from accel.pipelines.models import INDEXES, Trust, code_line, is_hub_id, pickle_line, read_json
+from accel.pipelines.errors import BadInput
+from accel.pipelines.models import INDEXES, Trust, code_line, located, pickle_line, read_json
 
 DEMO = "demo"
 CONFIG = "config.json"
@@ -39,18 +37,23 @@ class LanguageModel:
         return content
 
 
-def resolve(name: str, trust: Trust | None = None) -> LanguageModel:
+def resolve(name: str, trust: Trust | None = None, unreachable: str | None = None) -> LanguageModel:
     """The model that `name` stands for, downloaded if it is a hub id. Raises `BadInput` in one line
     if there is none, if it is no causal LM, or if it needs what `trust` (default: nothing) does
-    not allow.
+    not allow. `unreachable` says why the hub cannot be asked (`hub.unreachable`): a hub id then
+    stands for what the hub's cache holds.
 
     >>> resolve("./no/such/folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    accel.pipelines.errors.BadInput: --model ./no/such/folder: no such folder (a model is ...
+    accel.pipelines.errors.BadInput: no such model folder: ./no/such/folder (a model is ...
     """
     trust = trust or Trust()
-    model = LanguageModel(name, _folder_of(name, trust))
+
+    def download(offline: bool) -> Path:
+        return _downloaded(name, trust, offline=offline)
+
+    model = LanguageModel(name, located(name, _demo_folder, download, unreachable))
     _refuse_what_is_no_language_model(model)
     if not trust.pickle:
         _refuse_pickle(model)
@@ -58,45 +61,10 @@ def resolve(name: str, trust: Trust | None = None) -> LanguageModel:
     return model
 
 
-def _folder_of(name: str, trust: Trust) -> Path:
-    if name == DEMO:  # the default: a folder that happens to be called so is ./demo
-        return _demo_folder()
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_file():
-        raise BadInput(f"--model {name} is a file: give its folder, a hub id or {DEMO}")
-    if is_hub_id(name):
-        return _hub_folder(name, trust)
-    raise BadInput(
-        f"--model {name}: no such folder (a model is {DEMO}, a folder or a hub id, owner/name)"
-    )
-
-
 def _demo_folder() -> Path:
     from accel.pipelines.demo_lm import demo_lm_folder
 
-    try:
-        return demo_lm_folder()
-    except FileNotFoundError as error:
-        raise BadInput(f"{first_line(error)}, or give a folder or hub id as --model") from error
-
-
-def _hub_folder(name: str, trust: Trust) -> Path:
-    """Downloads the files of a causal LM (or finds them in the hub's cache): its folder."""
-    unreachable = hub.unreachable(name, "--model")
-    hub.tell_cached(name, unreachable)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    try:
-        return _downloaded(name, trust, offline=unreachable is not None)
-    except AccelError:
-        raise
-    except Exception as error:  # the hub and its client raise a dozen types
-        if unreachable is not None:
-            raise hub.missing(name, "--model", unreachable) from error
-        raise BadInput(
-            f"--model {name}: the hub did not give that model: {first_line(error)}"
-        ) from error
+    return demo_lm_folder()
 
 
 def _downloaded(name: str, trust: Trust, *, offline: bool) -> Path:

@@ -76,7 +76,9 @@ def fulfil(order: Order, team: Team = ALONE) -> dict[str, Any] | None:
     if ready is None:
         return None
     report = _report(ready.pipe, order.mode)
-    return {"pictures": made, "made_with": ready.made_with, "mode": order.mode, "report": report}
+    # Where nothing could be accelerated, the pictures were made as with --mode off.
+    mode = "off" if report is None or report["inactive"] is not None else order.mode
+    return {"pictures": made, "made_with": ready.made_with, "mode": mode, "report": report}
 
 
 def _plan(order: Order) -> Plan:
@@ -117,13 +119,16 @@ def _prepared(order: Order, plan: Plan, team: Team) -> Prepared | None:
     """The pipeline and this process's share; None where there is none for it to make."""
     if not team.share(plan.paths):
         return None
-    from accel.pipelines import subjects
-    from accel.pipelines.arguments import call_defaults
+    from accel.pipelines import acceleration, subjects
 
     base, device = plan.base, team.device(order.device)
-    subject = subjects.load_model(base, device, trust=order.trust, quiet=order.quiet)
-    if "num_frames" in call_defaults(subject.pipe):
-        raise BadInput(f"{base.model} makes videos; accel generate makes pictures")
+    choice = subjects.choose_model(base, device, trust=order.trust, quiet=order.quiet)
+    if choice.kind is not None:
+        _refuse_videos(choice.kind, base.model)
+    if order.mode != "off":
+        acceleration.tell_missing(choice.where.device)
+    subject = choice.load()
+    _refuse_videos(subject.pipe, base.model)
     chosen = [replace(subject.settings, prompt=s.prompt, seed=s.seed) for s in plan.wanted]
     subjects.tell(chosen)
     if len(order.prompts) > 1 and not any(" " in prompt for prompt in order.prompts):
@@ -137,6 +142,13 @@ def _prepared(order: Order, plan: Plan, team: Team) -> Prepared | None:
     then = {**plan.source_made_with, **_fingerprints(base)}
     _note_differences(then, {**made_with, **_fingerprints(subject.settings)})
     return Prepared(pipe, team.share([*zip(chosen, plan.paths, strict=True)]), made_with)
+
+
+def _refuse_videos(pipe: Any, name: str) -> None:
+    from accel.pipelines.arguments import call_defaults
+
+    if "num_frames" in call_defaults(pipe):
+        raise BadInput(f"{name} makes videos; accel generate makes pictures")
 
 
 def _write_all(ready: Prepared | None, *, shown: bool) -> Generator[dict[str, Any], None, None]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accel.pipelines import hub
 from accel.pipelines.errors import BadInput, first_line
@@ -24,8 +23,11 @@ ZOO = ("zimage", "qwenimage", "flux", "sdxl", "sd15", "sd35m", "sana", "pixart",
 """The names of `zoo.names()`, here so that others are answered before torch is loaded."""
 INDEXES = ("model_index.json", "modular_model_index.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack")
+_NAMES = "a model is demo, a folder or a hub id, owner/name"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _BLOCK = 1 << 16
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -112,49 +114,69 @@ def is_hub_id(name: str) -> bool:
     return hub_like and not Path(name).exists()
 
 
-def _folder_of(name: str, trust: Trust, unreachable: str | None) -> Path:
+def sought(name: str, resolve: Callable[[str | None], T]) -> Callable[[], T]:
+    """What gives the model that `resolve` (why the hub is unreachable, if it is -> the model) makes
+    of `name`. Where nothing has to be downloaded that is done at once: what is missing is told
+    before torch is loaded; a download waits until what is sought is asked for."""
+    if not is_hub_id(name):
+        model = resolve(None)
+        return lambda: model
+    unreachable = hub.unreachable(name, "--model")
+    if unreachable is None:
+        return lambda: resolve(None)
+    cached = resolve(unreachable)
+    hub.tell_cached(name, unreachable)
+    return lambda: cached
+
+
+def located(
+    name: str, demo: Callable[[], Path], download: Callable[[bool], Path], unreachable: str | None
+) -> Path:
+    """The folder that a model's name stands for: the built-in one's, one on disk, or one of the
+    hub's, which `download` gets (True: from its cache alone, since the hub is `unreachable`).
+    Raises `BadInput` in one line, the same for every kind of model."""
     if name == "demo":  # the default: a folder that happens to be called so is ./demo
-        return _demo_folder()
+        return _built_in(demo)
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.is_file():
-        raise BadInput(f"{name} is a file: --model takes a pipeline folder, a hub id or demo")
+        raise BadInput(f"{name} is a file: {_NAMES}")
     if is_hub_id(name):
-        return _hub_folder(name, trust, unreachable)
-    if name in ZOO:
+        return hub.given(name, "--model", download, unreachable)
+    raise BadInput(f"no such model folder: {name} ({_NAMES})")
+
+
+def _built_in(demo: Callable[[], Path]) -> Path:
+    try:
+        return demo()
+    except FileNotFoundError as error:
+        raise BadInput(f"{first_line(error)}, or give a folder or hub id as --model") from error
+
+
+def _folder_of(name: str, trust: Trust, unreachable: str | None) -> Path:
+    if name in ZOO and not Path(name).exists():
         raise BadInput(
             f"{name} has random weights: accel bench, verify and explain take it, generate does not"
         )
-    raise BadInput(
-        f"no such model folder: {name} (a model is demo, a folder or a hub id, owner/name)"
-    )
+
+    def download(offline: bool) -> Path:
+        try:
+            return _downloaded(name, trust, offline=offline)
+        except Exception as error:  # the hub, its client and diffusers raise a dozen types
+            if "safetensors" in str(error) and not trust.pickle:
+                raise BadInput(pickle_line(name, "no safetensors weights on the hub")) from error
+            if "trust_remote_code" in str(error):
+                raise BadInput(code_line(name, "its repository says so")) from error
+            raise
+
+    return located(name, _demo_folder, download, unreachable)
 
 
 def _demo_folder() -> Path:
     from accel.pipelines.demo import demo_folder
 
-    try:
-        return demo_folder()
-    except FileNotFoundError as error:
-        raise BadInput(f"{first_line(error)}, or give a folder or hub id as --model") from error
-
-
-def _hub_folder(name: str, trust: Trust, unreachable: str | None) -> Path:
-    """Downloads what the pipeline needs (or finds it in the hub's cache) and returns its folder."""
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    try:
-        return _downloaded(name, trust, offline=unreachable is not None)
-    except Exception as error:  # the hub, its client and diffusers raise a dozen types
-        if "safetensors" in str(error) and not trust.pickle:
-            raise BadInput(pickle_line(name, "no safetensors weights on the hub")) from error
-        if "trust_remote_code" in str(error):
-            raise BadInput(code_line(name, "its repository says so")) from error
-        if unreachable is not None:
-            raise hub.missing(name, "--model", unreachable) from error
-        raise BadInput(
-            f"no folder {name} here, and the hub did not give that model: {first_line(error)}"
-        ) from error
+    return demo_folder()
 
 
 def _downloaded(name: str, trust: Trust, *, offline: bool) -> Path:

@@ -40,7 +40,10 @@ def print_plan(result: dict[str, Any]) -> None:
 
 def _room(result: dict[str, Any]) -> str:
     if result["free_bytes"] is None:
-        return f"no graphs on {result['device']}: what there is room for is told on a GPU"
+        return (
+            f"no graphs on {result['device']}: --dtype plans another precision, what there is room "
+            "for is told on a GPU"
+        )
     free = f"{_size(result['free_bytes'])} free on {result['device']}"
     aside = f"{_size(result['library_bytes'])} of it set aside for libraries"
     largest, wanted = result["largest_that_fits"], result["max_tokens"]

@@ -15,12 +15,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from accel.pipelines import answers, language_models, loading, machine, versions
+from accel.pipelines import (
+    acceleration,
+    answers,
+    language_models,
+    loading,
+    machine,
+    versions,
+)
 from accel.pipelines.console import captures_shown, note, status_shown, stdout_kept_clean
 from accel.pipelines.errors import AccelError, BadInput, first_line, is_out_of_memory
-from accel.pipelines.models import Trust, is_hub_id
+from accel.pipelines.models import Trust, sought
 from accel.pipelines.reading import Way, read_in_turns
 from accel.pipelines.texts import Text, batches, tokenized
 
@@ -56,6 +64,8 @@ class Order:
 def fulfil(order: Order) -> dict[str, Any]:
     """Does what `order` says and returns the result as plain data. Raises `AccelError`."""
     _refuse_words(order)
+    if order.plan:
+        _refuse_beside_plan(order)
     model, where = _found(order)
     with stdout_kept_clean(order.stdout_is_json):
         from accel.pipelines import language_loading
@@ -73,14 +83,10 @@ def fulfil(order: Order) -> dict[str, Any]:
 
 
 def _found(order: Order) -> tuple[language_models.LanguageModel, loading.Placement]:
-    """Model and device: a folder is looked at before torch is loaded, a hub is asked last."""
-    here = not is_hub_id(order.model)
-    model = language_models.resolve(order.model, order.trust) if here else None
-    # A plan is about a GPU, wherever it is made.
-    dtype = order.dtype or ("bfloat16" if order.plan else "auto")
-    where = loading.placement(order.device, dtype)
+    model_of = sought(order.model, partial(language_models.resolve, order.model, order.trust))
+    where = loading.placement(order.device, order.dtype or "auto")
     _refuse_attention(order, where)
-    return model or language_models.resolve(order.model, order.trust), where
+    return model_of(), where
 
 
 def _refuse_words(order: Order) -> None:
@@ -88,6 +94,22 @@ def _refuse_words(order: Order) -> None:
         raise BadInput(f"--mode {order.mode}: choose from {', '.join(MODES)}")
     if order.attention not in ATTENTION:
         raise BadInput(f"--attention {order.attention}: choose from {', '.join(ATTENTION)}")
+
+
+def _refuse_beside_plan(order: Order) -> None:
+    """A plan reads nothing and times nothing: what asks for that would be ignored."""
+    asked = {
+        "prompts": order.prompts,
+        "--score": order.score,
+        "--compare": order.compare,
+        "--top": order.top != Order.top,
+        "--repeats": order.repeats != Order.repeats,
+    }
+    idle = [name for name, given in asked.items() if given]
+    if idle:
+        raise BadInput(f"--plan reads nothing: leave out {', '.join(idle)}, or --plan")
+    if order.mode == "eager":
+        raise BadInput("--plan is about graphs, and --mode eager has none: leave out one of them")
 
 
 def _refuse_attention(order: Order, where: loading.Placement) -> None:
@@ -137,23 +159,16 @@ def _runner(order: Order, speaker: Speaker) -> Any:
         speaker.model,
         max_tokens=order.max_tokens,
         max_requests=order.max_requests,
-        mode=order.mode if _records(speaker) else "eager",
+        mode="eager" if acceleration.missing(speaker.where.device) else order.mode,
         attention=order.attention,
     )
-
-
-def _records(speaker: Speaker) -> bool:
-    """Whether anything can be recorded on the model's device."""
-    from accel.backend import backend_for
-
-    return backend_for(speaker.where.device) is not None
 
 
 def _tell(order: Order, speaker: Speaker, runner: Any) -> None:
     if runner.report.declined is not None:
         note(f"prompts run one by one through the model's own forward: {runner.report.declined}")
-    elif order.mode != "eager" and not _records(speaker):
-        note(f"no graphs on {speaker.where.device.type}: the model runs eagerly")
+    elif order.mode != "eager":
+        acceleration.tell_missing(speaker.where.device)
 
 
 def _ways(order: Order, speaker: Speaker, runner: Any) -> tuple[Way, Way | None]:

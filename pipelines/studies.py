@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from accel.pipelines import benchmark, checking, explaining, picture, plotting, subjects, tables
+from accel.pipelines import (
+    acceleration,
+    benchmark,
+    checking,
+    explaining,
+    picture,
+    plotting,
+    subjects,
+    tables,
+)
 from accel.pipelines.console import OnPicture, note, print_json, status_shown, stdout_kept_clean
 from accel.pipelines.errors import BadInput
 from accel.pipelines.models import Trust
@@ -21,7 +30,7 @@ from accel.pipelines.settings import Lora, parse_size
 if TYPE_CHECKING:
     from accel.patches.part import Capture
 
-Work = Callable[[subjects.Subject, OnPicture], dict[str, Any]]
+Work = Callable[[subjects.Choice, OnPicture], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -72,8 +81,9 @@ def bench(study: Study, *, repeats: int, plot: Path | None) -> bool:
 
     capture = _capture(study)
 
-    def work(subject: subjects.Subject, say: OnPicture) -> dict[str, Any]:
-        return benchmark.bench(subject, repeats=repeats, capture=capture, on_picture=say)
+    def work(choice: subjects.Choice, say: OnPicture) -> dict[str, Any]:
+        acceleration.tell_missing(choice.where.device, "two times the same is timed")
+        return benchmark.bench(choice.load(), repeats=repeats, capture=capture, on_picture=say)
 
     result = _conduct(study, work, tables.print_bench)
     if plot is not None:
@@ -87,8 +97,9 @@ def verify(study: Study, *, runs: int) -> bool:
 
     capture = _capture(study)
 
-    def work(subject: subjects.Subject, say: OnPicture) -> dict[str, Any]:
-        return checking.verify(subject, runs=runs, capture=capture, on_picture=say)
+    def work(choice: subjects.Choice, say: OnPicture) -> dict[str, Any]:
+        acceleration.tell_missing(choice.where.device, "eager runs are compared with each other")
+        return checking.verify(choice.load(), runs=runs, capture=capture, on_picture=say)
 
     return bool(_conduct(study, work, tables.print_check)["equal"])
 
@@ -98,8 +109,11 @@ def explain(study: Study, *, runs: int) -> None:
 
     capture = _capture(study)
 
-    def work(subject: subjects.Subject, say: OnPicture) -> dict[str, Any]:
-        return explaining.explain(subject, runs=runs, capture=capture, on_picture=say)
+    def work(choice: subjects.Choice, say: OnPicture) -> dict[str, Any]:
+        missing = acceleration.missing(choice.where.device)
+        if missing is not None:
+            return explaining.inactive(choice, missing)
+        return explaining.explain(choice.load(), runs=runs, capture=capture, on_picture=say)
 
     _conduct(study, work, tables.print_explanation)
 
@@ -109,11 +123,11 @@ def _conduct(study: Study, work: Work, show: Callable[[dict[str, Any]], None]) -
         refuse_unwritable(study.output)
     with stdout_kept_clean(study.json), status_shown() as say:
         say(f"loading {study.model}")
-        subject = subjects.obtain(
+        choice = subjects.choose(
             study.model, study.wishes, study.device, trust=study.trust, quiet=not study.debug
         )
-        subjects.tell([subject.settings])
-        result = {"command": shlex.join(["accel", *sys.argv[1:]]), **work(subject, say)}
+        subjects.tell([choice.settings])
+        result = {"command": shlex.join(["accel", *sys.argv[1:]]), **work(choice, say)}
     if study.json:
         print_json(result)
     else:

@@ -5,17 +5,18 @@ This module puts together what `models`, `loading`, `zoo` and `demo` know.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accel.pipelines import hub, loading
+from accel.pipelines import hollow, loading
 from accel.pipelines.arguments import call_defaults, guidance_argument
 from accel.pipelines.console import note
 from accel.pipelines.errors import BadInput, explained
 from accel.pipelines.generation import call_arguments, completed
-from accel.pipelines.models import ZOO, Model, Trust, is_hub_id, resolve
+from accel.pipelines.models import ZOO, Model, Trust, is_hub_id, resolve, sought
 from accel.pipelines.settings import Settings
 
 PROMPT = "a red circle on a blue background"
@@ -43,47 +44,58 @@ class Subject:
         return as_called(self.settings)
 
 
-def load_model(
+@dataclass(frozen=True)
+class Choice:
+    """What a command is about, before its weights are loaded: it is there, and its class takes the
+    arguments, as far as that shows. `kind` is that class, None for a modular pipeline or one that
+    brings code of its own."""
+
+    settings: Settings
+    where: loading.Placement
+    kind: Any
+    load: Callable[[], Subject]
+
+
+def choose_model(
     settings: Settings, device: str, *, trust: Trust | None = None, quiet: bool = True
-) -> Subject:
+) -> Choice:
     """The pipeline that `settings` name: demo, a folder or a hub id. Raises `BadInput` for
-    arguments that the pipeline does not take."""
-    unreachable = None
-    if is_hub_id(settings.model):
-        unreachable = hub.unreachable(settings.model, "--model")
-    if unreachable is not None or not is_hub_id(settings.model):
-        resolve(
-            settings.model, trust, unreachable
-        )  # what is missing is told before torch is loaded
-    hub.tell_cached(settings.model, unreachable)
+    arguments that the pipeline does not take; so does loading it, for what only shows then."""
+    model_of = sought(settings.model, partial(resolve, settings.model, trust))
     if settings.model == "demo":
         settings = _with_demo_defaults(settings)
     loras = loading.identified(settings.loras)
     where = loading.placement(device, settings.dtype)
-    model = resolve(settings.model, trust, unreachable)
+    model = model_of()
     if quiet:
         loading.quiet()
+    settings = settings.changed(dtype=where.dtype_name, loras=loras)
     kind = _pipeline_class(model)
-    if kind is not None:  # a wrong argument is answered before weights are loaded
+    if kind is not None:
         call_arguments(kind, settings)
-    pipe = loading.load(model, where, trust=trust, loras=loras)
-    call_arguments(pipe, settings)
-    settings = completed(pipe, settings.changed(dtype=where.dtype_name, loras=loras))
-    return Subject(pipe, settings, where, model.fingerprint)
+        hollow.refuse_size_of_saved(kind, model, settings)
+        settings = completed(kind, settings)
+
+    def load() -> Subject:
+        pipe = loading.load(model, where, trust=trust, loras=loras)
+        call_arguments(pipe, settings)
+        return Subject(pipe, completed(pipe, settings), where, model.fingerprint)
+
+    return Choice(settings, where, kind, load)
 
 
-def obtain(
+def choose(
     name: str,
     wishes: dict[str, Any],
     device: str = "auto",
     *,
     trust: Trust | None = None,
     quiet: bool = True,
-) -> Subject:
+) -> Choice:
     """What `name` stands for, the zoo included; `wishes` are settings, None where none was said."""
     settings = Settings(model=name, prompt=PROMPT)
     if name == "demo" or is_hub_id(name) or Path(name).expanduser().exists():
-        return load_model(settings.changed(**wishes), device, trust=trust, quiet=quiet)
+        return choose_model(settings.changed(**wishes), device, trust=trust, quiet=quiet)
     if name not in ZOO:
         raise BadInput(
             f"no such model folder: {name}; the zoo has {', '.join(ZOO)}; else give demo, a folder "
@@ -94,7 +106,7 @@ def obtain(
 
 def _from_zoo(
     settings: Settings, wishes: dict[str, Any], device: str, *, trust: Trust | None, quiet: bool
-) -> Subject:
+) -> Choice:
     from accel.pipelines import zoo
     from accel.pipelines.recipe import stock_class
     from accel.pipelines.zoo_configs import RECIPES
@@ -105,17 +117,24 @@ def _from_zoo(
         where = replace(where, dtype=zoo.dtype(settings.model))
     if quiet:
         loading.quiet()
-    kind = stock_class(RECIPES[settings.model].pipeline)
+    recipe = RECIPES[settings.model]
+    kind = stock_class(recipe.pipeline)
     settings = _named(kind, settings, zoo.defaults(settings.model))
-    settings = settings.changed(**wishes | {"loras": loras})
-    call_arguments(kind, settings)  # before billions of weights are drawn
-    try:
-        pipe = zoo.build(settings.model, where.device, where.dtype, seed=0)
-    except Exception as error:
-        raise explained(error) from error
-    loading.hide_progress(pipe)
-    loading.activate(pipe, loras, trust)
-    return Subject(pipe, completed(pipe, replace(settings, dtype=where.dtype_name)), where)
+    settings = settings.changed(**wishes | {"loras": loras, "dtype": where.dtype_name})
+    call_arguments(kind, settings)
+    hollow.refuse_size_of_recipe(kind, recipe, settings)
+    settings = completed(kind, settings)
+
+    def load() -> Subject:
+        try:
+            pipe = zoo.build(settings.model, where.device, where.dtype, seed=0)
+        except Exception as error:
+            raise explained(error) from error
+        loading.hide_progress(pipe)
+        loading.activate(pipe, loras, trust)
+        return Subject(pipe, settings, where)
+
+    return Choice(settings, where, kind, load)
 
 
 def _named(pipe: Any, settings: Settings, arguments: dict[str, Any]) -> Settings:

@@ -13,6 +13,8 @@ import torch
 from accel.pipelines import cli, tiny
 
 Cli = Callable[..., "Outcome"]
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+INACTIVE = "accel: nothing is accelerated: "
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,14 @@ class Outcome:
         lines = self.err.splitlines()
         assert len(lines) == 1, self.err
         return lines[0]
+
+    def remarks(self, device: str = HERE) -> list[str]:
+        """The lines on stderr without the one that nothing is accelerated; fails where that one is
+        not there exactly once for a run on the CPU, or is there for a GPU."""
+        lines = self.err.splitlines()
+        inactive = [line for line in lines if line.startswith(INACTIVE)]
+        assert len(inactive) == (device == "cpu"), self.err
+        return [line for line in lines if line not in inactive]
 
 
 @pytest.fixture(autouse=True)

@@ -64,7 +64,8 @@ def test_the_command_exits_with_the_answer(
 ) -> None:
     if fault:
         _count_in(subject)
-    monkeypatch.setattr(subjects, "obtain", lambda *arguments, **options: subject)
+    choice = subjects.Choice(subject.settings, subject.where, None, lambda: subject)
+    monkeypatch.setattr(subjects, "choose", lambda *arguments, **options: choice)
     done = accel_cli("verify", "demo", "--capture", "always", "--runs", "3", "--json")
     assert done.code == code, done.err
     result = json.loads(done.out)

@@ -23,7 +23,7 @@ def _varies(path: Path) -> bool:
 
 def test_a_prompt_becomes_a_picture(accel_cli: Cli, model: tuple[str, ...], tmp_path: Path) -> None:
     done = accel_cli("generate", "a red circle", *model, "--seed", "3", "-o", "new/circle.png")
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.remarks()) == (0, [])
     assert done.out.startswith("new/circle.png: 64x64, seed 3, ")
     assert _varies(tmp_path / "new/circle.png")
 
@@ -52,7 +52,8 @@ def test_a_model_that_changed_since_is_noticed(
     (folder / "scheduler" / "extra.json").write_text("{}", encoding="utf-8")
     again = accel_cli("generate", "--from", "first.png", "--model", folder, "-o", "again.png")
     assert again.code == 0
-    assert again.complaint.startswith("accel: the picture was made with model ")
+    (told,) = again.remarks()
+    assert told.startswith("accel: the picture was made with model ")
 
 
 def test_json_is_all_there_is_on_stdout(accel_cli: Cli, model: tuple[str, ...]) -> None:
@@ -81,16 +82,16 @@ def test_a_picture_does_not_depend_on_its_neighbours(
 def test_a_sentence_without_quotes_gets_a_hint(accel_cli: Cli, model: tuple[str, ...]) -> None:
     done = accel_cli("generate", "red", "circle", *model, "-o", "{index}.png")
     assert done.code == 0
-    assert done.complaint == (
+    assert done.remarks() == [
         "accel: 2 prompts of one word each: quotes make a sentence one prompt"
-    )
+    ]
 
 
 def test_two_prompts_make_two_pictures_in_a_new_folder(
     accel_cli: Cli, model: tuple[str, ...]
 ) -> None:
     done = accel_cli("generate", "a red", "blue", *model, "--seed", "1", "-o", "new/pictures/")
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.remarks()) == (0, [])
     made = sorted(path.name for path in Path("new/pictures").iterdir())
     assert made == ["0-a-red-1.png", "1-blue-1.png"]
 
@@ -198,7 +199,8 @@ def test_broken_weights_are_one_line(accel_cli: Cli, copied: Folder) -> None:
     (folder / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(b"nothing")
     done = accel_cli("generate", "x", "--model", folder, *SMALL)
     assert done.code == 2
-    assert "cannot be loaded: " in done.complaint
+    (told,) = done.remarks()
+    assert "cannot be loaded: " in told
 
 
 def test_pickle_weights_load_when_asked_for(
@@ -232,8 +234,9 @@ def test_out_of_memory_says_what_to_lower(
     monkeypatch.setattr("diffusers.UNet2DConditionModel.forward", full)
     done = accel_cli("generate", "x", *model)
     assert done.code == 1
-    assert "Tried to allocate 9 GiB" in done.complaint
-    assert "lower --size" in done.complaint
+    (told,) = done.remarks()
+    assert "Tried to allocate 9 GiB" in told
+    assert "lower --size" in told
 
 
 def test_an_unexpected_error_is_one_line_and_a_traceback_with_debug(
@@ -245,7 +248,7 @@ def test_an_unexpected_error_is_one_line_and_a_traceback_with_debug(
     monkeypatch.setattr("diffusers.UNet2DConditionModel.forward", broken)
     done = accel_cli("generate", "x", *model)
     assert done.code == 1
-    assert done.complaint == "accel: RuntimeError: one (--debug shows the traceback)"
+    assert done.remarks() == ["accel: RuntimeError: one (--debug shows the traceback)"]
     assert "Traceback" in accel_cli("generate", "x", *model, "--debug").err
 
 
@@ -257,7 +260,7 @@ def test_ctrl_c_ends_quietly(
 
     monkeypatch.setattr("diffusers.UNet2DConditionModel.forward", interrupted)
     done = accel_cli("generate", "x", *model)
-    assert (done.code, done.complaint) == (130, "accel: interrupted")
+    assert (done.code, done.remarks()) == (130, ["accel: interrupted"])
 
 
 def test_sizes_are_refused_or_rounded_as_the_model_does(accel_cli: Cli, saved: Folder) -> None:
@@ -268,7 +271,7 @@ def test_sizes_are_refused_or_rounded_as_the_model_does(accel_cli: Cli, saved: F
     assert refused.complaint.endswith("; --size sets it")
     rounded = accel_cli("generate", "x", "--model", saved("flux"), *size)
     assert rounded.code == 0
-    assert rounded.complaint == "accel: 66x64 asked for, but the model made 64x64"
+    assert rounded.remarks() == ["accel: 66x64 asked for, but the model made 64x64"]
 
 
 def test_a_video_model_is_refused(accel_cli: Cli, saved: Folder) -> None:

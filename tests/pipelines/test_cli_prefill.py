@@ -23,21 +23,17 @@ Cli = Callable[..., Any]
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 FEW = ("--max-tokens", "256", "--repeats", "1")
-EAGERLY = "accel: no graphs on cpu: the model runs eagerly"
-NOTED = [EAGERLY] if HERE == "cpu" else []
 
 
 def _json(done: Any) -> dict[str, Any]:
-    assert done.code == 0, done.err
-    assert done.err.splitlines() == NOTED
+    assert (done.code, done.remarks()) == (0, []), done.err
     result: dict[str, Any] = json.loads(done.out)
     return result
 
 
 def test_a_prompt_gets_its_likely_next_tokens(accel_cli: Cli) -> None:
     done = accel_cli("prefill", "a red circle on a blue", *FEW, "--top", "3")
-    assert done.code == 0, done.err
-    assert done.err.splitlines() == NOTED
+    assert (done.code, done.remarks()) == (0, []), done.err
     heading, *lines = done.out.splitlines()
     assert heading == "a red circle on a blue (7 tokens)"
     assert any(line.endswith("' background'") for line in lines[:3])
@@ -129,7 +125,7 @@ def test_every_mode_says_the_same(accel_cli: Cli, mode: str) -> None:
         for name in (mode, "eager")
     )
     assert done.code == 0, done.err
-    assert done.err.splitlines() == ([] if mode == "eager" else NOTED)
+    assert (done.err.splitlines() if mode == "eager" else done.remarks()) == []
     assert json.loads(done.out)["prompts"] == json.loads(eager.out)["prompts"]
 
 
@@ -148,7 +144,10 @@ BAD = {
     "no text": (("--prompts", "bytes"), "--prompts bytes: cannot be read: "),
     "empty file": (("--prompts", "nothing"), "--prompts nothing: no prompt in it"),
     "too long": (("a b c", "--max-tokens", "3"), "4 tokens, the limit is 3: --max-tokens raises"),
-    "no such model": (("x", "--model", "nowhere"), "--model nowhere: no such folder"),
+    "no such model": (
+        ("x", "--model", "nowhere"),
+        "no such model folder: nowhere (a model is demo, ",
+    ),
     "no such mode": (("x", "--mode", "fast"), "--mode fast: choose from breakable, full, eager"),
     "no such attention": (("x", "--attention", "y"), "--attention y: choose from auto, reference"),
     "no such dtype": (("x", "--dtype", "int3"), "--dtype int3: choose from auto, float32"),
@@ -238,10 +237,42 @@ def test_memory_of_the_runner_is_given_back(
 def test_a_plan_is_told_without_prompts(accel_cli: Cli) -> None:
     done = accel_cli("prefill", "--plan", "--max-tokens", "128")
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("demo, bfloat16: weights 2.1 MiB")
+    asked = "bfloat16: weights 2.1 MiB" if HERE == "cuda" else "float32: weights 4.1 MiB"
+    assert done.out.startswith(f"demo, {asked}")
     assert "64 tokens" in done.out and "128 tokens" in done.out
     last = done.out.splitlines()[-1]
     assert last.endswith("room for all of them" if HERE == "cuda" else "is told on a GPU")
+
+
+def test_a_plan_is_for_the_precision_that_a_run_would_take(accel_cli: Cli) -> None:
+    few = ("prefill", "--max-tokens", "64", "--mode", "full", "--json")
+    for asked in ((), ("--dtype", "bfloat16"), ("--dtype", "float32"), ("--dtype", "float16")):
+        plan = json.loads(accel_cli(*few, "--plan", *asked).out)
+        run = json.loads(accel_cli(*few, "a red", "--repeats", "1", *asked).out)
+        assert plan["dtype"] == run["dtype"]
+        size = 4 if plan["dtype"] == "float32" else 2
+        assert plan["weight_bytes"] == pytest.approx(1_083_008 * size, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("a red circle",), "leave out prompts, or --plan"),
+        (("",), "leave out prompts, or --plan"),
+        (("-",), "leave out prompts, or --plan"),
+        (("--prompts", "missing.txt"), "leave out prompts, or --plan"),
+        (("--compare",), "leave out --compare, or --plan"),
+        (("--score", "x", "--top", "3"), "leave out prompts, --score, --top, or --plan"),
+        (("--repeats", "2"), "leave out --repeats, or --plan"),
+        (("--mode", "eager"), "--mode eager has none: leave out one of them"),
+    ],
+)
+def test_a_plan_refuses_what_it_would_ignore(
+    accel_cli: Cli, arguments: tuple[str, ...], words: str
+) -> None:
+    done = accel_cli("prefill", "--plan", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert done.complaint.startswith("accel: --plan ") and done.complaint.endswith(words)
 
 
 @pytest.mark.gpu

@@ -52,7 +52,12 @@ def _cached(cache: Path, name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("generate", "x", "--model", "owner/name"), ("bench", "owner/name")]
+    "command",
+    [
+        ("generate", "x", "--model", "owner/name"),
+        ("bench", "owner/name"),
+        ("prefill", "x", "--model", "owner/name"),
+    ],
 )
 @pytest.mark.usefixtures("away")
 def test_a_hub_out_of_reach_is_told_at_once_and_clearly(
@@ -105,7 +110,7 @@ def test_a_cached_modular_model_works_while_the_hub_is_out_of_reach(
 def test_a_lora_on_a_hub_out_of_reach_is_told(accel_cli: Cli, saved: Folder) -> None:
     done = accel_cli("generate", "x", "--model", saved("sd15"), "--lora", "owner/style:0.5")
     assert done.code == 2
-    looking, failed = done.err.splitlines()
+    looking, failed = done.remarks()
     assert looking == "accel: --lora owner/style: no such folder here, looking on the hub"
     assert failed.startswith("accel: --lora owner/style: neither on disk (")
 
@@ -118,6 +123,37 @@ def test_a_name_that_the_hub_does_not_know_is_told(
     done = accel_cli("generate", "x", "--model", "owner/name")
     assert done.code == 2
     assert "--model owner/name: neither on disk nor on the hub (" in done.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "words"),
+    [
+        ("./gone", None, "no such model folder: ./gone (a model is demo, a folder or a hub id, "),
+        ("file", None, "file is a file: a model is demo, a folder or a hub id, owner/name"),
+        ("owner/name", "none", "--model owner/name: neither on disk nor on the hub ("),
+        ("owner/name", "silent", "--model owner/name: neither on disk ("),
+        (
+            "owner/name",
+            "broken",
+            "no folder owner/name here, and the hub did not give that model: ",
+        ),
+    ],
+)
+def test_pictures_and_texts_are_refused_a_model_in_the_same_words(
+    accel_cli: Cli, monkeypatch: pytest.MonkeyPatch, away: Path, name: str, answer: str, words: str
+) -> None:
+    Path("file").touch()
+    if answer == "none":
+        unknown = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+        _hub_that(monkeypatch, lambda: _fail(unknown))
+    if answer == "broken":
+        _hub_that(monkeypatch, object)
+        gone = OSError(28, "No space left on device")
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **o: _fail(gone))
+    picture, text = (accel_cli(command, "x", "-m", name) for command in ("generate", "prefill"))
+    assert (picture.code, text.code) == (2, 2)
+    assert picture.err == text.err
+    assert picture.err.splitlines()[-1].startswith(f"accel: {words}")
 
 
 def test_a_hub_that_answers_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,12 +57,12 @@ def test_the_dtype_is_as_asked(copy: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nowhere", "./nowhere/at/all", "a/b/c"])
 def test_a_missing_folder_is_named(name: str) -> None:
-    with pytest.raises(BadInput, match=rf"^--model {name}: no such folder \(a model is demo, a"):
+    with pytest.raises(BadInput, match=rf"^no such model folder: {name} \(a model is demo, a"):
         resolve(name)
 
 
 def test_a_file_is_no_folder(copy: Path) -> None:
-    with pytest.raises(BadInput, match="is a file: give its folder, a hub id or demo"):
+    with pytest.raises(BadInput, match="is a file: a model is demo, a folder or a hub id"):
         resolve(str(copy / "model.safetensors"))
 
 

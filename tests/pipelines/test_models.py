@@ -52,7 +52,7 @@ def test_an_index_without_a_class_is_no_pipeline(tmp_path: Path) -> None:
 
 def test_a_checkpoint_file_is_no_folder(saved: Folder) -> None:
     file = saved("sd15") / "unet" / "diffusion_pytorch_model.safetensors"
-    with pytest.raises(BadInput, match="is a file: --model takes a pipeline folder"):
+    with pytest.raises(BadInput, match="is a file: a model is demo, a folder or a hub id"):
         resolve(str(file))
 
 

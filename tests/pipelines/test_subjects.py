@@ -28,7 +28,7 @@ def test_the_zoo_is_called_with_its_own_defaults(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _tiny_zoo(monkeypatch)
-    subject = subjects.obtain(name, {"prompt": "a cat", "steps": 2}, "cpu")
+    subject = subjects.choose(name, {"prompt": "a cat", "steps": 2}, "cpu").load()
     settings, defaults = subject.settings, zoo.defaults(name)
     assert settings.width == defaults["width"]
     assert settings.guidance == defaults.get("guidance_scale", defaults.get("true_cfg_scale"))
@@ -47,9 +47,9 @@ def test_a_lora_on_the_zoo_is_checked_like_any_other(
     wishes = {"loras": (Lora(str(tmp_path / "style.bin")),), "steps": 2}
     words = "cannot be loaded" if allowed else "needs pickle"
     with pytest.raises(BadInput, match=words):
-        subjects.obtain("sd15", wishes, "cpu", trust=Trust(pickle=allowed))
+        subjects.choose("sd15", wishes, "cpu", trust=Trust(pickle=allowed)).load()
     with pytest.raises(BadInput, match="--lora gone: no such file"):
-        subjects.obtain("sd15", {"loras": (Lora("gone"),)}, "cpu")
+        subjects.choose("sd15", {"loras": (Lora("gone"),)}, "cpu")
 
 
 def test_the_names_of_the_zoo_are_known_without_it() -> None:
@@ -61,7 +61,7 @@ def test_an_argument_the_zoo_does_not_take_is_refused_before_weights_are_drawn(
 ) -> None:
     monkeypatch.setattr(zoo, "build", lambda *arguments, **options: pytest.fail("built"))
     with pytest.raises(BadInput, match="StableDiffusionXLPipeline takes no warp"):
-        subjects.obtain("sdxl", {"extra": {"warp": 9}}, "cpu")
+        subjects.choose("sdxl", {"extra": {"warp": 9}}, "cpu")
 
 
 def test_an_argument_is_refused_before_weights_are_loaded(
@@ -69,7 +69,7 @@ def test_an_argument_is_refused_before_weights_are_loaded(
 ) -> None:
     monkeypatch.setattr(loading, "load", lambda *arguments, **options: pytest.fail("loaded"))
     with pytest.raises(BadInput, match="StableDiffusionPipeline takes no warp"):
-        subjects.obtain(str(saved("sd15")), {"extra": {"warp": 9}}, "cpu")
+        subjects.choose(str(saved("sd15")), {"extra": {"warp": 9}}, "cpu")
 
 
 def test_a_folder_comes_before_the_zoo(
@@ -77,7 +77,7 @@ def test_a_folder_comes_before_the_zoo(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "zimage").symlink_to(saved("sd15"))
-    subject = subjects.obtain("zimage", {}, "cpu")
+    subject = subjects.choose("zimage", {}, "cpu").load()
     assert type(subject.pipe).__name__ == "StableDiffusionPipeline"
     assert subject.fingerprint is not None
 
