@@ -21,7 +21,7 @@ ODD = {"width": 66, "height": 66}
 UNBINNED = {"use_resolution_binning": False}  # else any size is mapped to a trained one
 STRICT: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("sd15", "sdxl", "sd3", "zimage", "wan")},
-    **{name: UNBINNED for name in ("sana", "pixart")},
+    **dict.fromkeys(("sana", "pixart"), UNBINNED),
 }
 LENIENT: dict[str, dict[str, Any]] = {"flux": {}, "qwenimage": {}}  # these round
 
