@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,8 +42,9 @@ class Segment:
     """
 
     def __init__(self, pool: Any) -> None:
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # else closing makes it launchable
         self._pool = pool
+        self._launchable: Future[None] | None = None
 
     def begin(self) -> None:
         """Starts recording what the current stream is asked to do; nothing runs until `replay`.
@@ -83,9 +85,30 @@ class Segment:
         with contextlib.suppress(RuntimeError):  # it knows
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
+    def prepare(self) -> None:
+        """Begins to make a closed recording launchable, which takes as long as recording its work
+        did, in another thread: that needs no lock of Python's. `ready` waits for it."""
+        self._launchable = _preparing.submit(_instantiate, self._graph, torch.cuda.current_device())
+
+    def ready(self) -> None:
+        """Returns when the segment can be launched. Raises what the device reports if it cannot."""
+        if self._launchable is not None:
+            self._launchable.result()
+            self._launchable = None
+
     def replay(self) -> None:
         """Runs the recorded work on the current stream."""
+        if self._launchable is not None:
+            self.ready()
         self._graph.replay()
+
+
+_preparing = ThreadPoolExecutor(1, "accel-preparing")
+
+
+def _instantiate(graph: torch.cuda.CUDAGraph, device: int) -> None:
+    with torch.cuda.device(device):
+        graph.instantiate()
 
 
 _generator_in_place = threading.RLock()  # a finalizer may ask for the state meanwhile

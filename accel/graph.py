@@ -100,8 +100,9 @@ class BreakableGraph:
 class Recording:
     """A graph in the making: opens and closes segments around breaks.
 
-    A segment is replayed as soon as it closes, so that break bodies, and the call that is being
-    recorded, see true values. `origins` tells, by address, what storages are that need not be held.
+    A segment is replayed when it closes, so that break bodies, and the call that is being recorded,
+    see true values; where one is only cut, when the next closes: until then it is made launchable
+    beside. `origins` tells, by address, what storages are that need not be held.
 
     >>> with capture(BreakableGraph(Pool(device))) as recording:
     ...     with recording.interrupted():
@@ -125,6 +126,8 @@ class Recording:
         self.paused = self._was_cut = False
         self._undo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._segment: Any = None
+        self._closed: list[Any] = []
+        """Segments that have yet to run for the first time."""
 
     def open(self) -> None:
         """Begins the next segment."""
@@ -132,18 +135,31 @@ class Recording:
         self._segment = pool.backend.segment(pool.id)
         self._segment.begin()
 
-    def close(self) -> None:
-        """Ends the open segment and runs it for the first time, unless nobody needs its values."""
+    def close(self, but: int = 0) -> None:
+        """Ends the open segment. All that were closed, but for the last `but`, run for the first
+        time, unless nobody needs their values."""
         self._segment.end()
         segment, self._segment = self._segment, None
         self.graph.steps.append(segment)
+        self._closed.append(segment)
+        if but or not self._run:
+            segment.prepare()
         if self._run:
-            segment.replay()
+            self.settle(but)
+
+    def settle(self, but: int = 0) -> None:
+        """Waits until segments can be launched, all but the last `but`, and runs them."""
+        while len(self._closed) > but:
+            segment = self._closed.pop(0)
+            if self._run:
+                segment.replay()
+            else:
+                segment.ready()
 
     @contextlib.contextmanager
-    def interrupted(self) -> Iterator[None]:
+    def interrupted(self, but: int = 0) -> Iterator[None]:
         """Runs the body eagerly, between two segments: nothing inside is recorded or breaks."""
-        self.close()
+        self.close(but)
         _thread.recording, self.paused = None, True
         try:
             yield
@@ -153,9 +169,10 @@ class Recording:
         self.paused = False  # not before: opening a segment writes the generator's seed
 
     def cut(self) -> None:
-        """Ends a segment without a break: the device runs it while the host records the next."""
+        """Ends a segment without a break: the device runs it while the host records those after the
+        next."""
         self._was_cut = True
-        with self.interrupted():
+        with self.interrupted(but=1):
             pass
 
     def run_break(
@@ -276,6 +293,7 @@ def capture(
             if recording.refusal is not None:
                 raise recording.refusal
             recording.close()
+            recording.settle()
         except BaseException:
             recording.abort()
             raise

@@ -293,6 +293,22 @@ class TestCuts:
         assert both.report.captures == 1
         assert both.report.graphs[0].segments == 1
 
+    def test_what_cannot_be_made_launchable_is_not_kept(
+        self, twin: MakeTwin, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fails(*of: Any) -> None:
+            raise RuntimeError("no room for a graph")
+
+        both = twin(lambda: seven_ops)
+        if both.device.type == "sim":
+            monkeypatch.setattr("tests.simulated.segment.SimulatedSegment.ready", fails)
+        else:
+            monkeypatch.setattr("accel.backend._instantiate", fails)
+        for seed in range(4):
+            both(seed)
+        assert both.report.captures == 0
+        assert "no room for a graph" in str(both.report.declined)
+
     def test_work_forked_across_a_cut_is_recorded_whole_the_next_time(
         self, device: torch.device, twin: MakeTwin
     ) -> None:

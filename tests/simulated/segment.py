@@ -66,7 +66,10 @@ class SimulatedSegment:
 
     def poison(self, view: torch.Tensor) -> None:
         """Makes a recorded result unreadable until it is computed. Not where an earlier segment's
-        tensor lay when this one began: what was recorded before may still have to read it."""
+        tensor lay when this one began: what was recorded before may still have to read it. Nor
+        while an earlier segment waits for its first replay: it may read what is freed since."""
+        if self.pool.waiting:
+            return
         begin = view.untyped_storage().data_ptr() + view.storage_offset() * view.itemsize
         end = begin + span(view.size(), view.stride()) * view.itemsize
         if not any(a < end and begin < a + size for a, size in self._carried.items()):
@@ -100,10 +103,21 @@ class SimulatedSegment:
         self.pool.recording = False
         self._recorded = True
 
+    def prepare(self) -> None:
+        """Notes that it waits for its first replay, or for `ready`."""
+        if not self._recorded:
+            raise RuntimeError("prepare() of a segment that holds no finished recording")
+        self.pool.waiting.add(id(self))
+
+    def ready(self) -> None:
+        """It is, here."""
+        self.pool.waiting.discard(id(self))
+
     def replay(self) -> None:
         """Runs the recorded operators on the current stream."""
         if not self._recorded:
             raise RuntimeError("replay() of a segment that holds no finished recording")
+        self.ready()
         stream, clock = card.current_stream(), card.clock
         if stream.segment is not None:
             raise stream.segment.refuse("the replay of another segment")
@@ -127,6 +141,7 @@ class SimulatedSegment:
         if self.invalid:
             card.aborts += 1
         self.pool.segments -= 1
+        self.pool.waiting.discard(id(self))
         card.drop_workspace(self._stream)
         card.forget_segment(self)
 

@@ -55,6 +55,34 @@ def test_a_segment_replays_on_new_values(
             assert y.eq(4 * value + 1).all().item()
 
 
+def test_a_segment_can_be_made_launchable_while_the_next_is_recorded(
+    backend: Backend, device: torch.device, pool: Any, stream: Any
+) -> None:
+    x = torch.ones(4096, device=device)
+    first, second = backend.segment(pool), backend.segment(pool)
+    with torch.no_grad(), backend.on_stream(stream):
+        backend.wait_stream(stream, torch_default(backend, device))
+        first.begin()
+        y = x
+        for _ in range(200):
+            y = y + 1
+        first.end()
+        first.prepare()
+        second.begin()
+        z = y * 2  # memory that the first is through with may be used again
+        for _ in range(200):
+            z = z + 1
+        second.end()
+        second.prepare()
+        second.ready()
+        for value in (1.0, 5.0):
+            x.fill_(value)
+            first.replay()
+            second.replay()
+            backend.synchronize(stream)
+            assert z.eq(2 * (value + 200) + 200).all().item()
+
+
 def torch_default(backend: Backend, device: torch.device) -> Any:
     """The stream that tensors made outside were made on."""
     return backend.current_stream(device)
