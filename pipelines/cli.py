@@ -6,6 +6,7 @@ at once. Exit codes: 0 done, 1 something failed or differs, 2 the input cannot b
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from typing import Annotated
 import typer
 
 from accel.pipelines import options, spreading
-from accel.pipelines.console import note, print_json
-from accel.pipelines.errors import explained
+from accel.pipelines.console import forgive_letters, note, print_json
+from accel.pipelines.errors import BadInput, explained
 from accel.pipelines.models import Trust
 
 INTERRUPTED = 130
@@ -45,7 +46,9 @@ def accel(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code. Errors are one line on stderr."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    forgive_letters()
     try:
+        _refuse_a_folder_that_is_gone()
         code = app(given, standalone_mode=False)
         if code == INTERRUPTED:  # what typer makes of Ctrl-C
             return _interrupted()
@@ -66,6 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = explained(error)
         note(str(known))
         return known.exit_code
+
+
+def _refuse_a_folder_that_is_gone() -> None:
+    """Libraries answer that with riddles, or by ending the process."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise BadInput("the current folder is gone: change to one that is there") from error
 
 
 def _interrupted() -> int:

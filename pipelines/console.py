@@ -6,6 +6,7 @@ This module knows rich and JSON. It knows no model and no picture.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import sys
@@ -37,6 +38,13 @@ def _finite(content: Any) -> Any:
     if isinstance(content, dict):
         return {name: _finite(x) for name, x in content.items()}
     return [_finite(x) for x in content] if isinstance(content, (list, tuple)) else content
+
+
+def forgive_letters() -> None:
+    """From now on a letter that stdout has no code for is written as its number, where it would end
+    the program: file names and prompts may hold any."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def note(text: str) -> None:

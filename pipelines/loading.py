@@ -6,6 +6,7 @@ This module knows diffusers' loading calls. Which folder a name stands for is `m
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -166,10 +167,11 @@ def identified(loras: Sequence[Lora]) -> tuple[Lora, ...]:
 
 
 def _identified(lora: Lora) -> Lora:
-    path = Path(lora.path).expanduser()
-    if path.is_file():
-        return replace(lora, fingerprint=file_fingerprint(path))
-    if not path.exists() and (path.suffix == ".safetensors" or not is_hub_id(lora.path)):
+    path = os.path.expanduser(lora.path)
+    if os.path.isfile(path):
+        return replace(lora, fingerprint=file_fingerprint(Path(path)))
+    of_hub = is_hub_id(lora.path) and not path.endswith(".safetensors")
+    if not os.path.exists(path) and not of_hub:
         raise BadInput(f"--lora {lora.path}: no such file")
     return lora
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def resolve(name: str, trust: Trust | None = None, unreachable: str | None = Non
 def is_hub_id(name: str) -> bool:
     """Whether `name` is looked for on the hub: it reads `owner/name` and is nothing on disk."""
     hub_like = _HUB_ID.fullmatch(name) is not None and not name.startswith(".")
-    return hub_like and not Path(name).exists()
+    return hub_like and not os.path.exists(name)
 
 
 def sought(name: str, resolve: Callable[[str | None], T]) -> Callable[[], T]:
@@ -137,10 +138,10 @@ def located(
     Raises `BadInput` in one line, the same for every kind of model."""
     if name == "demo":  # the default: a folder that happens to be called so is ./demo
         return _built_in(demo)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_file():
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):  # pathlib raises where a name is too long, or the home nobody's
+        return Path(path)
+    if os.path.isfile(path):
         raise BadInput(f"{name} is a file: {_NAMES}")
     if is_hub_id(name):
         return hub.given(name, "--model", download, unreachable)
@@ -155,7 +156,7 @@ def _built_in(demo: Callable[[], Path]) -> Path:
 
 
 def _folder_of(name: str, trust: Trust, unreachable: str | None) -> Path:
-    if name in ZOO and not Path(name).exists():
+    if name in ZOO and not os.path.exists(name):
         raise BadInput(
             f"{name} has random weights: accel bench, verify and explain take it, generate does not"
         )

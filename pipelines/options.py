@@ -15,6 +15,9 @@ def _finite(value: float | None) -> float | None:
     return value
 
 
+MOST_STEPS = 100_000
+"""No scheduler was trained with as many; their tables for a slip of the finger fill the memory."""
+
 MODEL_HELP = "demo, a pipeline folder, or a hub id (owner/name)."
 SUBJECT_HELP = (
     "A name of the zoo (real sizes, random weights), demo, a pipeline folder or a hub id."
@@ -27,7 +30,9 @@ Size = Annotated[
     str | None,
     typer.Option("--size", metavar="WIDTH[xHEIGHT]", help="Pixels: 512 or 768x512."),
 ]
-Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Denoising steps.")]
+Steps = Annotated[
+    int | None, typer.Option("--steps", min=1, max=MOST_STEPS, help="Denoising steps.")
+]
 Guidance = Annotated[
     float | None,
     typer.Option("--guidance", help="How strongly the prompt steers.", callback=_finite),

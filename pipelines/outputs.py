@@ -5,6 +5,7 @@ This module knows paths only. A pattern may hold {index}, {seed}, {prompt} and {
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import string
@@ -39,19 +40,28 @@ def paths_for(pattern: str | None, pictures: Sequence[Settings]) -> list[Path]:
 
 def refuse_unwritable(path: Path, option: str = "--output") -> None:
     """Raises `BadInput` if no file could be written at `path`. Missing folders are made later."""
-    if path.is_dir():
+    if os.path.isdir(path):
         raise BadInput(f"{option} {path}: that is a folder")
-    if path.exists() and not os.access(path, os.W_OK):
+    if os.path.exists(path) and not os.access(path, os.W_OK):
         raise BadInput(f"{option} {path}: the file is there and may not be overwritten")
-    folder = path.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
+    new = [path.absolute()]
+    while not os.path.exists(new[-1].parent):
+        new.append(new[-1].parent)
+    folder = new[-1].parent
     try:
+        for entry in new:
+            _refuse_name(folder / entry.name)
         # Asking for permission bits is not enough: a read-only disk has them too.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise BadInput(f"{option} {path}: cannot write in {folder}: {error.strerror}") from error
+
+
+def _refuse_name(path: Path) -> None:
+    """Raises `OSError` where no file or folder can have that name, too long for its disk."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.lstat(path)
 
 
 def slug(text: str, length: int = 40) -> str:
@@ -68,7 +78,7 @@ def _with_file_name(pattern: str | None, *, many: bool) -> str:
     name = "{index}-{prompt}-{seed}.png" if many else "{prompt}-{seed}.png"
     if pattern is None:
         return name
-    if pattern.endswith(("/", os.sep)) or Path(pattern).is_dir():
+    if pattern.endswith(("/", os.sep)) or os.path.isdir(pattern or "."):
         return os.path.join(pattern.replace("{", "{{").replace("}", "}}"), name)
     return pattern
 

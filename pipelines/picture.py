@@ -41,7 +41,7 @@ def write(path: Path, content: bytes) -> None:
     """Writes a whole file or none: a picture cut short by Ctrl-C or a full disk would look done."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".accel-")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)

@@ -29,7 +29,7 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
     if arguments:
         raise BadInput("prompts come as arguments or from --prompts, not both")
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        text = _stdin() if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--prompts {file}: cannot be read: {first_line(error)}") from error
     # Some editors begin a file with a mark; other separators than newlines belong to a prompt.
@@ -38,6 +38,13 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
     if not prompts:
         raise BadInput(f"--prompts {file}: no prompt in it")
     return prompts
+
+
+def _stdin() -> str:
+    """What stands in stdin, as UTF-8 whatever the locale: like a file."""
+    if sys.stdin is None:
+        raise BadInput("--prompts -: stdin is closed")
+    return sys.stdin.buffer.read().decode("utf-8")
 
 
 def refuse_file(prompt: str) -> None:

@@ -5,10 +5,10 @@ This module puts together what `models`, `loading`, `zoo` and `demo` know.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from accel.pipelines import hollow, loading
@@ -94,7 +94,7 @@ def choose(
 ) -> Choice:
     """What `name` stands for, the zoo included; `wishes` are settings, None where none was said."""
     settings = Settings(model=name, prompt=PROMPT)
-    if name == "demo" or is_hub_id(name) or Path(name).expanduser().exists():
+    if name == "demo" or is_hub_id(name) or os.path.exists(os.path.expanduser(name)):
         return choose_model(settings.changed(**wishes), device, trust=trust, quiet=quiet)
     if name not in ZOO:
         raise BadInput(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,6 +69,16 @@ def copied(saved: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path
         return Path(shutil.copytree(saved(name), tmp_path / f"copy-of-{name}"))
 
     return folder
+
+
+@pytest.fixture
+def piped(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a text into stdin."""
+
+    def pipe(text: str) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+    return pipe
 
 
 @pytest.fixture

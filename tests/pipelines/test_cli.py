@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,19 @@ def test_a_wrong_command_line_is_one_line(
     done = accel_cli(*arguments)
     assert (done.code, done.out) == (2, "")
     assert words in done.complaint
+
+
+@pytest.mark.parametrize("command", [("generate", "x"), ("prefill", "x"), ("doctor",)])
+def test_a_folder_that_is_gone_is_one_line(
+    accel_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = accel_cli(*command)
+    monkeypatch.chdir(tmp_path)
+    assert (done.code, done.out) == (2, "")
+    assert done.complaint == "accel: the current folder is gone: change to one that is there"
 
 
 def test_help_and_mistakes_are_answered_without_loading_torch() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -88,9 +87,9 @@ def test_scores_are_shown_token_by_token(accel_cli: Cli) -> None:
 
 @pytest.mark.parametrize("arguments", [("-",), ("--prompts", "-")])
 def test_prompts_come_from_stdin(
-    accel_cli: Cli, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+    accel_cli: Cli, piped: Callable[[str], None], arguments: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("a red\n\ntwo big\n"))
+    piped("a red\n\ntwo big\n")
     result = _json(accel_cli("prefill", *arguments, *FEW, "--json"))
     assert [p["prompt"] for p in result["prompts"]] == ["a red", "two big"]
 
@@ -344,14 +343,14 @@ def test_a_cached_model_works_while_the_hub_is_out_of_reach(
     assert "neither on disk" in missing.err.splitlines()[-1]
 
 
-def test_the_examples_of_the_page_run(accel_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_the_page_run(accel_cli: Cli, piped: Callable[[str], None]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "prefill.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     lines = block.splitlines()
     assert len(lines) >= 5
     for line in lines:
         given, _, command = line.rpartition(" | ")
-        monkeypatch.setattr("sys.stdin", io.StringIO(given))
+        piped(given)
         done = accel_cli(*shlex.split(command)[1:])
         assert done.code == 0, (line, done.err)
         assert done.out

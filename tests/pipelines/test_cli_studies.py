@@ -139,6 +139,12 @@ def test_bench_fails_where_pictures_differ(
     ("arguments", "words"),
     [
         (("nowhere",), "accel: no such model folder: nowhere; the zoo has zimage, "),
+        (("",), "accel: no such model folder: ; the zoo has zimage, "),
+        (("a" * 300,), "aaa; the zoo has zimage, "),
+        (("{folder}", "--steps", "100000000"), "'--steps': Input should be less than or equal to"),
+        (("{folder}", "--output", "a" * 300), "aaa: cannot write in "),
+        (("{folder}", "--lora", "a" * 300), "aaa: no such file"),
+        (("{folder}", "--lora", ""), "--lora : no such file"),
         (("{folder}/vae",), "is no pipeline"),
         (("{folder}", "--output", "file/result.json"), "--output file/result.json: cannot write"),
         (("{folder}", "--capture", "never"), "--capture never: choose from auto, always"),

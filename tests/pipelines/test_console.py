@@ -1,9 +1,10 @@
+import io
 import json
 import math
 
 import pytest
 
-from accel.pipelines.console import print_json
+from accel.pipelines.console import forgive_letters, print_json
 
 
 def test_what_is_no_number_is_null(capsys: pytest.CaptureFixture[str]) -> None:
@@ -14,3 +15,14 @@ def test_what_is_no_number_is_null(capsys: pytest.CaptureFixture[str]) -> None:
 
     found = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert found == {"scores": [1.5, None, [None, None]], "name": "NaN", "none": None}
+
+
+@pytest.mark.parametrize(("codes", "told"), [("ascii", b"gr\\xf6\\xdfer\n"), ("utf-8", None)])
+def test_a_letter_that_stdout_has_no_code_for_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, codes: str, told: bytes | None
+) -> None:
+    stdout = io.TextIOWrapper(io.BytesIO(), codes)
+    monkeypatch.setattr("sys.stdout", stdout)
+    forgive_letters()
+    print("größer", flush=True)
+    assert stdout.buffer.getvalue() == (told or "größer\n".encode())

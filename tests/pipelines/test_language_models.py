@@ -55,7 +55,9 @@ def test_the_dtype_is_as_asked(copy: Path) -> None:
     assert language_loading.load(resolve(str(copy)), where).model.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["nowhere", "./nowhere/at/all", "a/b/c"])
+@pytest.mark.parametrize(
+    "name", ["nowhere", "./nowhere/at/all", "a/b/c", "", "a" * 300, "~nobody-of-that-name/x"]
+)
 def test_a_missing_folder_is_named(name: str) -> None:
     with pytest.raises(BadInput, match=rf"^no such model folder: {name} \(a model is demo, a"):
         resolve(name)

@@ -27,7 +27,10 @@ def test_the_demo_is_the_built_in_one_whatever_lies_here(
         resolve("./demo")
 
 
-@pytest.mark.parametrize("name", ["nowhere", "./nowhere/at/all", "a/b/c", "/nowhere"])
+@pytest.mark.parametrize(
+    "name",
+    ["nowhere", "./nowhere/at/all", "a/b/c", "/nowhere", "", "a" * 300, "~nobody-of-that-name/x"],
+)
 def test_a_missing_folder_is_named(name: str) -> None:
     with pytest.raises(BadInput, match=rf"^no such model folder: {name} \(a model is demo, "):
         resolve(name)

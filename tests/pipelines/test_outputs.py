@@ -61,6 +61,13 @@ def test_a_path_through_a_file_cannot_be_written(tmp_path: Path) -> None:
         paths_for("file/picture.png", [RED])
 
 
+@pytest.mark.parametrize("pattern", ["{long}.png", "new/{long}/x.png", "new/{long}.png", "{long}/"])
+def test_a_name_too_long_for_the_disk_is_refused(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(BadInput, match=r"--output .*: cannot write in .*: File name too long$"):
+        paths_for(pattern.replace("{long}", "a" * 300), [RED])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_named_like_a_picture_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "a-red-circle-1.png").mkdir()
     with pytest.raises(BadInput, match="that is a folder"):

@@ -84,6 +84,12 @@ def test_a_failed_write_leaves_the_old_picture_and_no_litter(
     assert path.read_bytes() == b"old"
 
 
+def test_a_name_as_long_as_names_may_be_is_written(tmp_path: Path) -> None:
+    path = tmp_path / f"{'a' * 251}.png"
+    picture.write(path, b"x")
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+
+
 def test_a_size_beyond_the_machines_memory_is_refused() -> None:
     assert parse_size("4096x2048") == (4096, 2048)
     with pytest.raises(BadInput, match=r"--size 1000000: .* takes at least 59604 GiB .*lower --si"):

@@ -1,4 +1,5 @@
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,12 @@ def test_a_file_holds_one_prompt_a_line(tmp_path: Path) -> None:
 
 
 def test_a_mark_at_the_beginning_is_no_part_of_a_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, piped: Callable[[str], None]
 ) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("a red circle\r\ntwo\r\n", encoding="utf-8-sig")
     assert read_prompts([], str(file)) == ["a red circle", "two"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffone\n"))
+    piped("\ufeffone\n")
     assert read_prompts([], "-") == ["one"]
 
 
@@ -30,9 +31,26 @@ def test_only_newlines_part_prompts(tmp_path: Path) -> None:
     assert read_prompts([], str(file)) == ["a red\u2028circle\x0band more", "two"]
 
 
-def test_a_dash_is_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+def test_a_dash_is_stdin(piped: Callable[[str], None]) -> None:
+    piped("one\ntwo\n")
     assert read_prompts([], "-") == ["one", "two"]
+
+
+def test_stdin_is_read_as_a_file_is_whatever_the_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, locale in ((b"gr\xc3\xb6\xc3\x9fer\n", "ascii"), (b"\xff\xfe\n", "utf-8")):
+        stdin = io.TextIOWrapper(io.BytesIO(text), locale, errors="surrogateescape")
+        monkeypatch.setattr("sys.stdin", stdin)
+        if locale == "ascii":
+            assert read_prompts([], "-") == ["größer"]
+            continue
+        with pytest.raises(BadInput, match=r"--prompts -: cannot be read: 'utf-8' codec can't"):
+            read_prompts([], "-")
+
+
+def test_a_closed_stdin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)  # what python makes of `<&-`
+    with pytest.raises(BadInput, match="--prompts -: stdin is closed"):
+        read_prompts([], "-")
 
 
 def test_a_files_name_is_no_prompt(tmp_path: Path) -> None:

@@ -1,4 +1,3 @@
-import io
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -30,14 +29,14 @@ def _speaker(encode: Encode, entries: int = 100, positions: int | None = None) -
 
 
 def test_prompts_come_as_arguments_from_a_file_or_from_stdin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, piped: Callable[[str], None]
 ) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("one\n\n two \n", encoding="utf-8")
     assert read_texts(["one", "two"], None) == ["one", "two"]
     assert read_texts([], str(file)) == ["one", "two"]
     for arguments, name in (([], "-"), (["-"], None)):
-        monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+        piped("one\ntwo\n")
         assert read_texts(arguments, name) == ["one", "two"]
 
 
