@@ -115,7 +115,14 @@ def generate(
         int | None, typer.Option("--seed", min=0, max=2**32 - 1, help="[default: random]")
     ] = None,
     number: Annotated[
-        int, typer.Option("--number", "-n", min=1, help="Pictures per prompt, seeds counting up.")
+        int,
+        typer.Option(
+            "--number",
+            "-n",
+            min=1,
+            max=options.MOST_PICTURES,
+            help="Pictures per prompt, seeds counting up.",
+        ),
     ] = 1,
     extra: options.Extra = None,
     dtype: options.Dtype = None,

@@ -18,6 +18,9 @@ def _finite(value: float | None) -> float | None:
 MOST_STEPS = 100_000
 """No scheduler was trained with as many; their tables for a slip of the finger fill the memory."""
 
+MOST_PICTURES = 100_000
+"""Of one prompt, all of which are planned ahead."""
+
 MODEL_HELP = "demo, a pipeline folder, or a hub id (owner/name)."
 SUBJECT_HELP = (
     "A name of the zoo (real sizes, random weights), demo, a pipeline folder or a hub id."

@@ -27,12 +27,14 @@ def paths_for(pattern: str | None, pictures: Sequence[Settings]) -> list[Path]:
     pattern = _with_file_name(pattern, many=len(pictures) > 1)
     _check(pattern)
     paths = [Path(_filled(pattern, i, settings)) for i, settings in enumerate(pictures)]
-    for index, path in enumerate(paths):
-        if path in paths[:index]:
+    seen: set[Path] = set()
+    for path in paths:
+        if path in seen:
             raise BadInput(
                 f"--output {pattern}: {len(paths)} pictures, but two of them would be {path}; "
                 "put {index} into the name"
             )
+        seen.add(path)
     for path in paths:
         refuse_unwritable(path)
     return paths

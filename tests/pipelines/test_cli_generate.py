@@ -134,6 +134,8 @@ BAD = {
     "indivisible": (["--size", "63"], "divisible by 8 but are 63 and 63; --size sets it"),
     "no step": (["--steps", "0"], "'--steps': Input should be greater than or equal to 1"),
     "no picture": (["--number", "0"], "greater than or equal to 1"),
+    "a slip": (["--number", "100000000"], "'-n': Input should be less than or equal to 100000"),
+    "endless steps": (["--steps", "100000000"], "'--steps': Input should be less than or equal"),
     "no such seed": (["--seed", "-1"], "'--seed': Input should be greater than or equal to 0"),
     "guidance of none": (["--guidance", "nan"], "'--guidance': nan is no finite number"),
     "endless guidance": (["--guidance", "inf"], "'--guidance': inf is no finite number"),
