@@ -20,6 +20,7 @@ from torch import nn
 from accel.graph import as_break
 from accel.patches.attention import OfThisThread, attending, implementation
 from accel.patches.norms import fused_norms
+from accel.patches.rotary import fused_rotary
 from accel.patches.state import StateProbe
 from accel.prefill.attention import AttentionGroup
 from accel.prefill.model import Attend
@@ -39,7 +40,7 @@ def prefill_runner(
     mode: str = "breakable",
     attention: str = "auto",
     buckets: Sequence[int] | None = None,
-    fused_norms: bool = True,
+    fused: bool = True,
 ) -> PrefillRunner:
     """A runner that prefills prompts of a transformers causal LM by graphs.
 
@@ -47,18 +48,18 @@ def prefill_runner(
     batch in tokens, and the chunk size of longer prompts; `max_requests` the most prompts per batch
     in `mode="full"`; `cache_tokens` how many tokens' keys and values can be kept, for prefixes,
     chunks and `generate` (0: none). `mode` is "breakable", "full" or "eager"; `attention` "auto",
-    "flashinfer", "torch" or "reference"; `buckets` the sizes to pad batches to; without
-    `fused_norms` RMS norms are the model's own, not torch's function. Raises ValueError for
-    arguments that cannot be met. A model that cannot be packed runs as it is, prompt by prompt:
-    `runner.report.declined` says why. Of a model split by `tp_plan`, every rank makes a runner and
-    calls it with the same prompts.
+    "flashinfer", "torch" or "reference"; `buckets` the sizes to pad batches to; without `fused`
+    norms and rotary embeddings run op by op as in the model's file, not in fewer kernels. Raises
+    ValueError for arguments that cannot be met. A model that cannot be packed runs as it is, prompt
+    by prompt: `runner.report.declined` says why. Of a model split by `tp_plan`, every rank makes a
+    runner and calls it with the same prompts.
 
     >>> runner = accel.prefill_runner(model)                             # doctest: +SKIP
     >>> runner([[1, 15043, 3186], [1, 3924]]).logits.shape               # doctest: +SKIP
     torch.Size([2, 32000])
     """
     return PrefillRunner(
-        TransformersModel(model, fused_norms=fused_norms),
+        TransformersModel(model, fused=fused),
         max_tokens=max_tokens,
         max_requests=max_requests,
         cache_tokens=cache_tokens,
@@ -71,7 +72,7 @@ def prefill_runner(
 class TransformersModel:
     """`accel.prefill.model.PrefillModel` of a transformers model."""
 
-    def __init__(self, model: Any, *, fused_norms: bool = True) -> None:
+    def __init__(self, model: Any, *, fused: bool = True) -> None:
         if not hasattr(model, "get_decoder") or not hasattr(model, "config"):
             raise ValueError(f"{type(model).__name__} is no transformers causal LM")
         self._model, self._decoder = model, _decoder_of(model)
@@ -89,7 +90,7 @@ class TransformersModel:
         self.horizon = _horizon(config)
         self.routes = _has_experts(config)
         self.stages: Sequence[nn.Module] = _stages_of(self._decoder)
-        self._probe, self._fuses_norms = StateProbe(model), fused_norms
+        self._probe, self._fused = StateProbe(model), fused
         self._lock = _locks.setdefault(self._decoder, threading.RLock())
         self._capped = False
         self._output_class: Any = None
@@ -149,7 +150,7 @@ class TransformersModel:
             self._capped |= group.softcap is not None
             return attend(group, *tensors)
 
-        with self._lock, self._norms(), attending(self._decoder, noting):
+        with self._lock, self._fewer_kernels(), attending(self._decoder, noting):
             return self._hidden(input_ids=ids, position_ids=positions)
 
     def masked_body(
@@ -157,11 +158,19 @@ class TransformersModel:
     ) -> torch.Tensor:
         """As `PrefillModel.masked_body`: a 4-D mask is taken as it is."""
         sdpa = implementation(self._decoder, OfThisThread("sdpa"))
-        with self._lock, self._norms(), sdpa:
+        with self._lock, self._fewer_kernels(), sdpa:
             return self._hidden(input_ids=ids, position_ids=positions, attention_mask=mask)
 
-    def _norms(self) -> contextlib.AbstractContextManager[Any]:
-        return fused_norms(self._decoder) if self._fuses_norms else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _fewer_kernels(self) -> Iterator[None]:
+        """Rounds elsewhere than the model does. That may send a token to other experts, so where
+        there are any only norms are fused, which gain most."""
+        with contextlib.ExitStack() as stack:
+            if self._fused:
+                stack.enter_context(fused_norms(self._decoder))
+            if self._fused and not self.routes:
+                stack.enter_context(fused_rotary(self._decoder))
+            yield
 
     def own(self, ids: torch.Tensor) -> torch.Tensor:
         """As `PrefillModel.own`. Before transformers 5.24 `sdpa` leaves a soft-cap out without a

@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--between", action="store_true", help="also each bucket's size plus one")
     made.add_argument("--ways", default=",".join(WAYS), help="of them: %(default)s")
     made.add_argument("--attention", default="auto", help="auto, flashinfer, torch or reference")
-    made.add_argument("--own-norms", action="store_true", help="norms as the model has them")
+    made.add_argument("--unfused", action="store_true", help="norms, rotary as the model has them")
     made.add_argument("--max-tokens", type=int, help="the chunk size; default: the largest batch")
     made.add_argument("--max-requests", type=int, default=16, help="slots of full graphs")
     made.add_argument("--repeats", type=int, default=7, help="timed rounds of a row")
@@ -94,7 +94,7 @@ class Session:
             options.max_tokens or largest,
             options.max_requests,
             options.attention,
-            fused_norms=not options.own_norms,
+            fused=not options.unfused,
         )
         self.facts: dict[str, Any] = {
             "model": zoo_language.setting(name, wanted),
@@ -107,7 +107,7 @@ class Session:
             "triton": installed("triton"),
             "max_tokens": self.made_with.max_tokens,
             "max_requests": self.made_with.max_requests,
-            "fused norms": self.made_with.fused_norms,
+            "fused": self.made_with.fused,
             "repeats": options.repeats,
         }
         self.failed = False

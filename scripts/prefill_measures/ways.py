@@ -31,7 +31,7 @@ class Options:
     max_tokens: int
     max_requests: int = 16
     attention: str = "auto"
-    fused_norms: bool = True
+    fused: bool = True
 
     def runner(self, model: Any, mode: str, max_tokens: int | None = None) -> PrefillRunner:
         """A runner of `model` in that mode, up to another ceiling if one is given."""
@@ -41,7 +41,7 @@ class Options:
             max_tokens=max_tokens or self.max_tokens,
             max_requests=self.max_requests,
             attention=self.attention,
-            fused_norms=self.fused_norms,
+            fused=self.fused,
         )
 
 

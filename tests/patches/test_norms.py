@@ -189,7 +189,7 @@ def test_a_runner_fuses_all_norms_of_a_body_or_none(
     (prompt,) = prompts_of(30)
     own = own_hidden(model, prompt)
     options: dict[str, Any] = {"max_tokens": 64, "mode": "eager", "attention": "reference"}
-    runner = accel.prefill_runner(model, fused_norms=fused, **options)
+    runner = accel.prefill_runner(model, fused=fused, **options)
     with counting() as calls:
         hidden = runner([prompt]).hidden(0)
     assert calls.call_count == (norms if fused else 0)

@@ -1,0 +1,144 @@
+"""Rotary embeddings in fewer kernels: which functions are taken for one, and what stays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import accel
+from accel.patches import rotary
+from accel.patches.rotary import fused_rotary, turned
+from tests.patches.llm_families import own_hidden, prompts_of, tiny_lm
+
+TURN_HALVES = {"llama": True, "qwen3": True, "gemma3": True, "cohere": False, "gpt_oss": False}
+
+
+def file_of(family: str) -> Any:
+    return import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def drawn(*shape: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    torch.manual_seed(sum(shape))
+    return (torch.rand(shape) * 2 - 1).to(device)
+
+
+def inputs(device: torch.device | str = "cpu") -> list[torch.Tensor]:
+    """q, k, cos, sin; the first two as attention has them, transposed."""
+    angles = drawn(1, 6, 8, device=device) * 3
+    q, k = (drawn(1, 6, heads, 8, device=device).transpose(1, 2) for heads in (4, 2))
+    return [q, k, angles.cos(), angles.sin()]
+
+
+@pytest.fixture
+def counted() -> Iterator[mock.Mock]:
+    with mock.patch.object(rotary, "turned", wraps=turned) as counting:
+        yield counting
+
+
+@pytest.fixture
+def llama(device: torch.device) -> Any:
+    model = tiny_lm("llama", device)
+    with fused_rotary(model):
+        return model
+
+
+@pytest.mark.parametrize(("family", "turns"), TURN_HALVES.items())
+def test_functions_are_known_by_what_they_do(family: str, turns: bool) -> None:
+    own = getattr(file_of(family), rotary.NAME)
+    assert rotary._turns_halves(getattr(own, "__wrapped__", own)) is turns
+
+
+def test_a_function_that_turns_the_other_way_is_left_alone() -> None:
+    def back(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return turned(q, cos, -sin), turned(k, cos, -sin)
+
+    def only_queries(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return turned(q, cos, sin), k
+
+    assert not rotary._turns_halves(back) and not rotary._turns_halves(only_queries)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_error_is_no_larger_than_the_models_own(dtype: torch.dtype, llama: Any) -> None:
+    given = [x.to(dtype) for x in inputs(llama.device)]
+    apply = getattr(file_of("llama"), rotary.NAME)
+    exact = apply(*(x.double() for x in given))
+    own = apply(*given)
+    with fused_rotary(llama):
+        ours = apply(*given)
+    for one, other, truth in zip(own, ours, exact, strict=True):
+        assert (other.shape, other.stride(), other.dtype) == (one.shape, one.stride(), dtype)
+        errors = [(x.double() - truth).norm() / truth.norm() for x in (one, other)]
+        assert errors[1] <= errors[0] * 1.05 + 1e-7
+
+
+def test_elsewhere_it_is_the_models_own(llama: Any, counted: mock.Mock) -> None:
+    given, apply = inputs(llama.device), getattr(file_of("llama"), rotary.NAME)
+    apply(*given)
+    with fused_rotary(llama):
+        elsewhere = threading.Thread(target=lambda: apply(*given))
+        elsewhere.start()
+        elsewhere.join()
+        assert counted.call_count == 0
+        apply(*given)
+    assert counted.call_count == 2
+    with pytest.raises(ZeroDivisionError), fused_rotary(llama):
+        raise ZeroDivisionError
+    apply(*given)
+    assert counted.call_count == 2
+
+
+def test_parts_of_heads_mixed_precision_and_more_arguments_are_the_models_own(
+    llama: Any, counted: mock.Mock
+) -> None:
+    q, k, cos, sin = inputs(llama.device)
+    apply = getattr(file_of("llama"), rotary.NAME)
+    by_token = [x.transpose(1, 2) for x in (q, k)]
+    with fused_rotary(llama):
+        apply(q.to(torch.bfloat16), k, cos, sin)
+        apply(*by_token, cos, sin, unsqueeze_dim=2)
+        apply(*by_token, cos, sin, 2)
+        with pytest.raises(RuntimeError):
+            apply(q, k, cos[..., :4], sin[..., :4])
+    assert counted.call_count == 0
+
+
+def test_the_stand_in_is_there_once_and_tells_what_it_stands_for(llama: Any) -> None:
+    first = getattr(file_of("llama"), rotary.NAME)
+    with fused_rotary(llama):
+        assert getattr(file_of("llama"), rotary.NAME) is first
+    assert first.__name__ == rotary.NAME
+    assert first.__wrapped__.__module__ == file_of("llama").__name__
+
+
+def test_it_can_still_be_compiled(llama: Any) -> None:
+    apply, given = getattr(file_of("llama"), rotary.NAME), inputs()
+    compiled = torch.compile(lambda *x: apply(*x), backend="eager", fullgraph=True)
+    assert all(map(torch.equal, compiled(*given), apply(*given)))
+
+
+@pytest.mark.parametrize(
+    ("family", "fused"), [("qwen3", True), ("qwen3", False), ("qwen3_moe", True)]
+)
+def test_a_runner_turns_every_layer_so_or_none(
+    family: str, fused: bool, device: torch.device, counted: mock.Mock
+) -> None:
+    """None with experts, to whom another rounding may send other tokens."""
+    model = tiny_lm(family, device)
+    turns = fused and family == "qwen3"
+    (prompt,) = prompts_of(30)
+    own = own_hidden(model, prompt)
+    options: dict[str, Any] = {"max_tokens": 64, "mode": "eager", "attention": "reference"}
+    runner = accel.prefill_runner(model, fused=fused, **options)
+    counted.reset_mock()
+    hidden = runner([prompt]).hidden(0)
+    assert counted.call_count == (2 * model.config.num_hidden_layers if turns else 0)
+    assert (hidden - own).abs().max() < 1e-5
+    assert torch.equal(own_hidden(model, prompt), own)
+    runner.close()
