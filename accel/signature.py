@@ -349,8 +349,9 @@ class StaticInputs:
 
     def fill(self, tensors: list[torch.Tensor]) -> None:
         """Copies a call's tensors in, in the order of `Signature.tensors`. Torch copies tensors of
-        one dtype by one kernel, others one by one."""
-        with torch.no_grad():
+        one dtype by one kernel, others one by one. Past autograd, whose layers are a fifth of the
+        time that this takes the host when caches are cold: the device waits for it."""
+        with torch._C._AutoDispatchBelowAutograd():
             for group, targets in self._groups:
                 ours = zip(map(tensors.__getitem__, group), targets, strict=True)
                 sources = [x if x.shape == target.shape else distinct(x) for x, target in ours]
