@@ -64,11 +64,15 @@ def _saved_parts(model: Model) -> dict[str, Any]:
         if (folder / f"{library}.py").is_file():
             raise LookupError(f"{name} is of a class of its own, which may count otherwise")
         found: Any = getattr(diffusers, kind, None) if library == "diffusers" else None
-        if isinstance(found, type) and issubclass(found, diffusers.ModelMixin):
+        if _is_a(found, diffusers.ModelMixin):
             parts[name] = _idle(partial(_from_config, found, str(folder)))
-        elif isinstance(found, type) and issubclass(found, diffusers.SchedulerMixin):
+        elif _is_a(found, diffusers.SchedulerMixin):
             parts[name] = found.from_pretrained(str(folder))
     return parts
+
+
+def _is_a(found: Any, base: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, base)
 
 
 def _from_config(kind: Any, folder: str) -> Any:
