@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from accel.guard import Ambient
+from accel.layout import bytes_of, distinct, laid_out, like_in_memory
 from accel.memory import Pool
-from accel.signature import bytes_of, distinct, laid_out, leaves, like_in_memory, map_tree
+from accel.signature import leaves, map_tree
 
 
 class GuardMiss(Exception):

@@ -17,18 +17,10 @@ from accel.backend import Backend
 from accel.breaks import Break
 from accel.graph import ARGUMENT, OURS, WEIGHT, BreakableGraph, Refused, capture
 from accel.guard import Generators, WeightGuard
+from accel.layout import laid_out, span
 from accel.memory import Pool
 from accel.reporting import GraphReport
-from accel.signature import (
-    Edits,
-    Signature,
-    StaticInputs,
-    is_value,
-    laid_out,
-    leaves,
-    map_tree,
-    span,
-)
+from accel.signature import Edits, Signature, StaticInputs, is_value, leaves, map_tree
 
 
 class Recorded:

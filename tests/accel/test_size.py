@@ -19,6 +19,7 @@ ENGINE = [
     "record_stand_ins",
     "recorded",
     "item_slots",
+    "layout",
     "signature",
     "runner",
     "guard",
