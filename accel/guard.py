@@ -366,9 +366,8 @@ class Generators:
     there: importing it takes half a second). Torch's own of the host is left to the recorder.
 
     >>> before = Generators(Pool(device))
-    >>> with contextlib.suppress(ValueError), before.put_back_on_error():
-    ...     _ = torch.rand(1, device=device), random.random()
-    ...     raise ValueError
+    >>> _ = torch.rand(1, device=device), random.random()
+    >>> before.put_back()
     >>> before.moved(), before.objection()
     (False, None)
     """
@@ -388,16 +387,11 @@ class Generators:
             return "the forward draws random numbers on the host"
         return None
 
-    @contextlib.contextmanager
-    def put_back_on_error(self) -> Iterator[None]:
-        """Sets all of them as they were if the body fails: its work is going to be done again."""
-        try:
-            yield
-        except BaseException:
-            self._pool.backend.set_rng_state(self._pool.device, self._state)
-            for (_, write), state in zip(_host_generators(), self._host, strict=False):
-                write(state)
-            raise
+    def put_back(self) -> None:
+        """Sets all of them as they were: the work since then is going to be done again."""
+        self._pool.backend.set_rng_state(self._pool.device, self._state)
+        for (_, write), state in zip(_host_generators(), self._host, strict=False):
+            write(state)
 
 
 def _host_generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:

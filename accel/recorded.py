@@ -6,6 +6,7 @@ caller's own. Does not know when to record or which recording to use (runner.py)
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 
 from accel.backend import Backend
 from accel.breaks import Break
-from accel.graph import ARGUMENT, OURS, WEIGHT, BreakableGraph, Refused, capture
+from accel.graph import ARGUMENT, OURS, WEIGHT, BreakableGraph, Recording, Refused, capture
 from accel.guard import Generators, WeightGuard
 from accel.layout import laid_out, span
 from accel.memory import Pool
@@ -47,34 +48,26 @@ class Recorded:
         guard: WeightGuard,
         objection: Callable[[], str | None] = lambda: None,
     ) -> None:
-        backend, begin = pool.backend, pool.backend.now()
-        generators, self.graph = Generators(pool), BreakableGraph(pool)
-        mode = torch.is_grad_enabled()  # nothing asks for gradients, but a forward may ask
-        with pool.recording(), generators.put_back_on_error():
-            live, grown = backend.live_blocks(pool.id), backend.pool_bytes(pool.id)
-            static = self._static = StaticInputs(key.tensors, backend)
-            args, kwargs = static.substitute(call, key.tensors)
+        begin, self.graph = pool.backend.now(), BreakableGraph(pool)
+        generators = Generators(pool)
+        with pool.recording(), contextlib.ExitStack() as undo:
+            undo.callback(generators.put_back)
+            live, reserved = pool.backend.live_blocks(pool.id), pool.bytes()
+            self._static = StaticInputs(key.tensors, pool.backend)
+            args, kwargs = self._static.substitute(call, key.tensors)
             self.edits = Edits((args, kwargs))
-            origins = dict.fromkeys(guard.storages, WEIGHT)
-            origins.update(dict.fromkeys(static.storages, ARGUMENT))
-            with (
-                capture(self.graph, origins=origins) as recording,
-                torch.set_grad_enabled(mode),
-            ):
-                result = function(*args, **kwargs)
-            try:
-                if (objected := objection()) is not None:
-                    raise Refused(objected)
-                if (objected := generators.objection()) is not None:
-                    raise Refused(objected, passing=True)
-                self.edits.close()
-                born = dict.fromkeys(backend.live_blocks(pool.id) - live, OURS)
-                self._results = Results(result, static, recording.origins | born, backend)
-                self._refuse_leaks(live | set(self._results.storages))
-            except BaseException:
-                recording.abort()
-                raise
-            grown = backend.pool_bytes(pool.id) - grown
+            recording, result = self._run(function, args, kwargs, guard)
+            undo.callback(recording.abort)
+            if (objected := objection()) is not None:
+                raise Refused(objected)
+            if (objected := generators.objection()) is not None:
+                raise Refused(objected, passing=True)
+            self.edits.close()
+            born = dict.fromkeys(pool.backend.live_blocks(pool.id) - live, OURS)
+            self._results = Results(result, self._static, recording.origins | born, pool.backend)
+            self._refuse_leaks(live | set(self._results.storages))
+            undo.pop_all()
+            grown = pool.bytes() - reserved
         self.held, self.uses_random = recording.held, generators.moved()
         self.commits = recording.effect is not None or self.uses_random
         """Whether a replay changes something that discarding its result does not undo."""
@@ -83,9 +76,18 @@ class Recorded:
         self.first_result = self._results.give(key.tensors)
         self.edits.apply(call)
         shapes = ", ".join("x".join(map(str, x.shape)) or "scalar" for x in key.tensors)
-        counts = self.graph.segments, self.graph.operations
-        seconds = backend.now() - begin
-        self.report = GraphReport(shapes, *counts, seconds, grown, breaks=self.graph.breaks)
+        figures = self.graph.segments, self.graph.operations, pool.backend.now() - begin, grown
+        self.report = GraphReport(shapes, *figures, breaks=self.graph.breaks)
+
+    def _run(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, guard: WeightGuard
+    ) -> tuple[Recording, Any]:
+        """The recording of a call, and what it returned."""
+        origins = dict.fromkeys(guard.storages, WEIGHT)
+        origins |= dict.fromkeys(self._static.storages, ARGUMENT)
+        mode = torch.is_grad_enabled()  # nothing asks for gradients, but a forward may ask
+        with capture(self.graph, origins=origins) as recording, torch.set_grad_enabled(mode):
+            return recording, function(*args, **kwargs)
 
     def replay(self, tensors: list[torch.Tensor]) -> Any:
         """The call's result for `tensors`. Raises `GuardMiss`; the generator is then put back."""

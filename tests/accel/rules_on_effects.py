@@ -3,7 +3,6 @@ switch it off."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
 from collections.abc import Callable
@@ -339,7 +338,7 @@ ON_EFFECTS = [
         "L9",
         "the generator after a refused recording",
         chance_before_a_refusal,
-        replaced(Generators, "put_back_on_error", lambda self: contextlib.nullcontext()),
+        replaced(Generators, "put_back", lambda self: None),
         "other random numbers",
     ),
     Rule(
