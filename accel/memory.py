@@ -7,7 +7,6 @@ know what is recorded or why.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import weakref
 from collections import defaultdict
@@ -71,7 +70,6 @@ class Pool:
         self._here = threading.local()
         self._last_use: Any = None
         self._last_stream: Any = None
-        self._ticks = itertools.count()
         _pools.add(self)
         if backend.device_type not in _watched:
             _watched.add(backend.device_type)
@@ -201,10 +199,6 @@ class Pool:
             self._anchor = None
             self._give_stream_back()
             self.backend.empty_cache()
-
-    def tick(self) -> int:
-        """A number that grows with every call, to tell who was used last."""
-        return next(self._ticks)
 
     def make_room(self) -> None:
         """On a nearly full card the allocator's own cache can be what a recording lacks."""

@@ -21,6 +21,7 @@ ENGINE = [
     "item_slots",
     "layout",
     "signature",
+    "entry",
     "runner",
     "guard",
     "memory",
