@@ -21,7 +21,6 @@ from accel.backend import Backend
 from accel.breaks import Break, on_device
 from accel.guard import Ambient, Held
 from accel.memory import Pool
-from accel.reporting import BreakReport
 from accel.signature import Uncapturable, leaves
 
 P = ParamSpec("P")
@@ -66,7 +65,7 @@ class BreakableGraph:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.steps: list[Any] = []
-        self.breaks: list[BreakReport] = []
+        self.breaks: list[Break] = []
         self.held: list[Any] = []
         self.operations = 0
 
@@ -94,7 +93,7 @@ class BreakableGraph:
     def discard(self) -> None:
         """Lets go of everything; the segments stay parked until their pool's generation ends."""
         self.pool.bury([step for step in self.steps if not isinstance(step, Break)])
-        self.steps, self.held = [], []
+        self.steps, self.breaks, self.held = [], [], []
 
 
 class Recording:
@@ -158,18 +157,9 @@ class Recording:
         with self.interrupted():
             pass
 
-    def run_break(
-        self,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        pure: bool,
-        ambient: Ambient | None = None,
-        kind: str = "automatic",
-    ) -> Any:
-        """Runs `function` as a break, in the context of `ambient`, and returns its result in
-        buffers. Raises `Refused` if a guard would have to undo what cannot be undone."""
-        step = Break(function, args, kwargs, self.graph.pool, ambient)
+    def run_break(self, step: Break, pure: bool) -> Any:
+        """Runs a break for the first time and returns its result, in buffers. Raises `Refused` if a
+        guard would have to undo what cannot be undone."""
         with self.interrupted():
             result = step.first_run()
         if step.guarded and not self._run:
@@ -181,9 +171,8 @@ class Recording:
         if not pure:
             self.effect = self.effect or f"the break {step.what} has run"
         self.graph.steps.append(step)
-        self.graph.breaks.append(BreakReport(step.where, step.what, kind, step.guarded))
-        self.adopt([x for x in leaves(result) if not on_device(x)])
-        self.adopt(step.buffers)
+        self.graph.breaks.append(step)
+        self.adopt([*(x for x in leaves(result) if not on_device(x)), *step.buffers])
         return result
 
     def adopt(self, made: list[Any]) -> None:
@@ -343,8 +332,9 @@ def as_break(function: Callable[..., R], pure: bool, kind: str) -> Callable[...,
         recording = current_recording()
         if recording is None:
             return function(*args, **kwargs)
-        ambient = Ambient(recording.graph.pool.device.type)
-        return recording.run_break(function, args, kwargs, pure, ambient, kind)
+        pool = recording.graph.pool
+        step = Break(function, args, kwargs, pool, kind, Ambient(pool.device.type))
+        return recording.run_break(step, pure)
 
     return run
 

@@ -22,6 +22,7 @@ from torch import Tag
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accel.breaks import Break
 from accel.graph import ARGUMENT, OURS, Recording, Refused, current_recording
 from accel.record_stand_ins import visible_host_data
 from accel.signature import leaves, map_tree
@@ -283,7 +284,7 @@ class OpRecorder(TorchDispatchMode):
             out = getattr(func, "_op", func)(*args, **kwargs)  # a Python frame less
         except RuntimeError as error:
             if "generator not in capture mode" in str(error):  # it draws: no harm was done
-                return self._recording.run_break(func, args, kwargs, pure=True)
+                return self._recording.run_break(Break(func, args, kwargs, self._pool), pure=True)
             if "captur" in str(error):
                 self._pool.unrecordable.add(func)
             raise
@@ -303,7 +304,7 @@ class OpRecorder(TorchDispatchMode):
         if rule.writes:
             self._note_writes(func, rule, args, kwargs)
         if device and rule.unrecordable is not None and rule.unrecordable(args, kwargs):
-            return self._recording.run_break(func, args, kwargs, pure=True)
+            return self._recording.run_break(Break(func, args, kwargs, self._pool), pure=True)
         target = kwargs.get("device")
         if kwargs.get("generator") is not None:
             raise Refused(f"{func} draws from a generator of its own")

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from accel.backend import Backend
-from accel.breaks import Break
 from accel.graph import ARGUMENT, OURS, WEIGHT, BreakableGraph, Recording, Refused, capture
 from accel.guard import Generators, WeightGuard
 from accel.layout import laid_out, span
 from accel.memory import Pool
-from accel.reporting import GraphReport
+from accel.reporting import BreakReport, GraphReport
 from accel.signature import Edits, Signature, StaticInputs, is_value, leaves, map_tree
 
 
@@ -77,7 +76,8 @@ class Recorded:
         self.edits.apply(call)
         shapes = ", ".join("x".join(map(str, x.shape)) or "scalar" for x in key.tensors)
         figures = self.graph.segments, self.graph.operations, pool.backend.now() - begin, grown
-        self.report = GraphReport(shapes, *figures, breaks=self.graph.breaks)
+        breaks = [BreakReport(b.where, b.what, b.kind, b.guarded) for b in self.graph.breaks]
+        self.report = GraphReport(shapes, *figures, breaks=breaks)
 
     def _run(
         self, function: Callable[..., Any], args: Any, kwargs: Any, guard: WeightGuard
@@ -119,7 +119,7 @@ class Recorded:
     def _leaks(self, ours: set[int]) -> bool:
         """Whether someone beside the graph holds memory of its pool or a boundary buffer."""
         backend, pool_id = self.graph.pool.backend, self.graph.pool.id
-        breaks = [step for step in self.graph.steps if isinstance(step, Break)]
+        breaks = self.graph.breaks
         tensors = {id(x): x for step in breaks for x in step.tensors}.values()
         holders = Counter(backend.storage(x).data_ptr() for x in tensors)
         for buffer in (x for step in breaks for x in step.buffers):

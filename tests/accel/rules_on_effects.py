@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.backend import keep_for_ever
+from accel.breaks import Break
 from accel.graph import Recording, current_recording, eager_on_graph
 from accel.guard import Generators
 from accel.memory import Pool
@@ -195,8 +196,8 @@ def an_effect_before_a_read(device: torch.device) -> None:
 
 
 def all_pure(run_break: Any) -> Any:
-    def run(self: Recording, function: Any, args: Any, kwargs: Any, pure: bool, *more: Any) -> Any:
-        return run_break(self, function, args, kwargs, True, *more)
+    def run(self: Recording, step: Break, pure: bool) -> Any:
+        return run_break(self, step, pure=True)
 
     return run
 
