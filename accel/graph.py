@@ -11,13 +11,11 @@ import contextlib
 import functools
 import gc
 import threading
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from accel.backend import Backend
 from accel.breaks import Break, on_device
 from accel.guard import Ambient, Held
 from accel.memory import Pool
@@ -233,7 +231,7 @@ def capture(
     graph: BreakableGraph,
     *,
     automatic: bool = True,
-    origins: Mapping[int, str] = types.MappingProxyType({}),
+    origins: Mapping[int, str] | None = None,
     run: bool = True,
 ) -> Iterator[Recording]:
     """Records what the body does into `graph`, running it at the same time.
@@ -256,22 +254,20 @@ def capture(
     """
     from accel.record import watched  # record.py builds on this module
 
-    recording = Recording(graph, origins, run)
-    with graph.pool.recording(), _surroundings(graph.pool.backend, recording):
-        try:
-            recording.open()
-            with watched(recording) if automatic else contextlib.nullcontext():
-                yield recording
-            if recording.refusal is not None:
-                raise recording.refusal
-            recording.close()
-        except BaseException:
-            recording.abort()
-            raise
+    recording = Recording(graph, origins or {}, run)
+    with graph.pool.recording(), _surroundings(recording), contextlib.ExitStack() as undo:
+        undo.callback(recording.abort)
+        recording.open()
+        with watched(recording) if automatic else contextlib.nullcontext():
+            yield recording
+        if recording.refusal is not None:
+            raise recording.refusal
+        recording.close()
+        undo.pop_all()
 
 
 @contextlib.contextmanager
-def _surroundings(backend: Backend, recording: Recording) -> Iterator[None]:
+def _surroundings(recording: Recording) -> Iterator[None]:
     """How torch and Python are set while recording.
 
     A weight cast while recording would stay in autocast's cache, in the graph's memory. A garbage
@@ -279,7 +275,7 @@ def _surroundings(backend: Backend, recording: Recording) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(backend.hide_capturing())
+        stack.enter_context(recording.graph.pool.backend.hide_capturing())
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         stack.callback(gc.enable if gc.isenabled() else gc.disable)

@@ -155,8 +155,6 @@ class WeightGuard:
         self._module = weakref.ref(module) if module is not None else lambda: None
         self._backend, self._on = backend, on
         self.version = 0
-        self.opaque: str | None = None
-        """Why the watch cannot be kept, in words: a weight hides what it is made of."""
         self._take_stock()
 
     @property
@@ -190,7 +188,8 @@ class WeightGuard:
         self._owners: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._subclasses: list[tuple[dict[str, Any], str, Callable[[Any], Any], int]] = []
-        self.opaque = None
+        self.opaque: str | None = None
+        """Why the watch cannot be kept, in words: a weight hides what it is made of."""
         self.storages: set[int] = set()
         self._deaths: list[Any] = []
         self._watches: list[Any] = []

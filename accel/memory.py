@@ -7,6 +7,7 @@ know what is recorded or why.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections import defaultdict
@@ -88,12 +89,10 @@ class Pool:
     def _another_stream(self) -> Any:
         """One that no other pool has, if there is one: those that share theirs wait for each other,
         and where a pool's work is in the middle of another's that can be for ever."""
-        new_stream, side, news = self.backend.new_stream, _sides[self.device], list[Any]()
-        while len(news) <= STREAMS:
-            news.append(new_stream(self.device))
-            if news[-1] != side and news[-1] not in _turns:
-                return news[-1]
-        return next(new for new in news if new != side)
+        news = (self.backend.new_stream(self.device) for _ in range(STREAMS + 1))
+        others = (new for new in news if new != _sides[self.device])
+        first = next(others)
+        return next((new for new in itertools.chain([first], others) if new not in _turns), first)
 
     def _open_generation(self) -> None:
         for tenant in list(self.tenants):

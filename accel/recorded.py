@@ -118,16 +118,15 @@ class Recorded:
 
     def _leaks(self, ours: set[int]) -> bool:
         """Whether someone beside the graph holds memory of its pool or a boundary buffer."""
-        backend, pool_id = self.graph.pool.backend, self.graph.pool.id
-        breaks = self.graph.breaks
+        breaks, pool = self.graph.breaks, self.graph.pool
         tensors = {id(x): x for step in breaks for x in step.tensors}.values()
-        holders = Counter(backend.storage(x).data_ptr() for x in tensors)
+        holders = Counter(pool.backend.storage(x).data_ptr() for x in tensors)
         for buffer in (x for step in breaks for x in step.buffers):
-            storage = backend.storage(buffer)  # one more holder
+            storage = pool.backend.storage(buffer)  # one more holder
             beside = torch._C._storage_Use_Count(storage._cdata) - holders[storage.data_ptr()] - 1
             if beside > 0 and storage.data_ptr() not in ours:
                 return True
-        return not backend.live_blocks(pool_id) <= ours
+        return not pool.backend.live_blocks(pool.id) <= ours
 
 
 class Results:

@@ -172,12 +172,11 @@ class GraphRunner:
         random = self._backend.rng_state(self.pool.device)
         try:
             result = self.function(*call[0], **call[1])
+            self.pool.set_default_limit()
+            return result
         except torch.OutOfMemoryError:
             if not self.pool.bytes():
                 raise
-        else:
-            self.pool.set_default_limit()
-            return result
         self.pool.retire()  # the graphs' memory may be what was lacking
         self._backend.set_rng_state(self.pool.device, random)
         return self.function(*call[0], **call[1])
