@@ -308,6 +308,11 @@ def all_modules(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+_aliases: weakref.WeakKeyDictionary[torch.UntypedStorage, set[int]] = weakref.WeakKeyDictionary()
+"""Which tensors over a host storage are recordings' own, so that these do not take each other for
+the model."""
+
+
 class Held:
     """Memory outside a graph that its recorded work reads and no module owns as a weight.
 
@@ -327,7 +332,7 @@ class Held:
 
     def __init__(self) -> None:
         self._device: dict[int, torch.UntypedStorage] = {}
-        self._host: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._host: dict[int, tuple[torch.Tensor, Any, set[int]]] = {}
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Keeps a device storage alive."""
@@ -337,18 +342,21 @@ class Held:
         """Keeps a host tensor alive whose present values were baked in."""
         # An alias of our own: the model's tensor object then counts as a second holder.
         alias = tensor.detach()
-        self._host.setdefault(tensor.data_ptr(), (alias, _content(alias)))
+        ours = _aliases.setdefault(alias.untyped_storage(), set())
+        ours.add(id(alias))
+        weakref.finalize(alias, ours.discard, id(alias))
+        self._host.setdefault(tensor.data_ptr(), (alias, _content(alias), ours))
 
     def stale(self) -> str | None:
         """Why the recorded work may no longer be what the model would do, or None."""
         for storage in self._device.values():
             if torch._C._storage_Use_Count(storage._cdata) <= 1:
                 return "the model has replaced a tensor that the recording reads"
-        for tensor, content in self._host.values():
+        for tensor, content, ours in self._host.values():
             if _content(tensor) != content:
                 return "a host tensor that the recording reads has changed"
-            # Our alias and the handle that asks: two.
-            if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2:
+            # All recordings' aliases, and the handle that asks.
+            if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= len(ours) + 1:
                 return "the model has replaced a host tensor that the recording reads"
         return None
 
