@@ -11,9 +11,6 @@ import contextlib
 import functools
 import itertools
 import operator
-import pickle
-import random
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +19,6 @@ import torch
 from torch import nn
 
 from accel.backend import Backend
-from accel.memory import Pool
 from accel.signature import SMALL_HOST_TENSOR, host_bytes, leaves, opened
 
 _KERNEL_CHOICES = (
@@ -366,42 +362,3 @@ def _content(tensor: torch.Tensor) -> Any:
     if tensor.numel() <= SMALL_HOST_TENSOR:
         return host_bytes(tensor)
     return 0 if tensor.is_inference() else tensor._version
-
-
-class Generators:
-    """Random generators as they are now, to be put back: the device's, Python's, numpy's (if it is
-    there: importing it takes half a second). Torch's own of the host is left to the recorder.
-
-    >>> before = Generators(Pool(device))
-    >>> _ = torch.rand(1, device=device), random.random()
-    >>> before.put_back()
-    >>> before.moved(), before.objection()
-    (False, None)
-    """
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool, self._state = pool, pool.backend.rng_state(pool.device)
-        self._host = [read() for read, _ in _host_generators()]
-
-    def moved(self) -> bool:
-        """Whether the device's generator was drawn from since."""
-        return not torch.equal(self._state, self._pool.backend.rng_state(self._pool.device))
-
-    def objection(self) -> str | None:
-        """Why a call since then cannot be replayed, in words; None if nothing speaks against it."""
-        now = [read() for read, _ in _host_generators()]
-        if pickle.dumps(self._host) != pickle.dumps(now):  # numpy's state holds an array
-            return "the forward draws random numbers on the host"
-        return None
-
-    def put_back(self) -> None:
-        """Sets all of them as they were: the work since then is going to be done again."""
-        self._pool.backend.set_rng_state(self._pool.device, self._state)
-        for (_, write), state in zip(_host_generators(), self._host, strict=False):
-            write(state)
-
-
-def _host_generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    numpy = sys.modules.get("numpy.random")
-    numpys = [] if numpy is None else [(numpy.get_state, numpy.set_state)]
-    return [(random.getstate, random.setstate), *numpys]

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pickle
+import random
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +19,7 @@ import torch
 
 from accel.backend import Backend
 from accel.graph import ARGUMENT, OURS, WEIGHT, BreakableGraph, Recording, Refused, capture
-from accel.guard import Generators, WeightGuard
+from accel.guard import WeightGuard
 from accel.layout import laid_out, span
 from accel.memory import Pool
 from accel.reporting import BreakReport, GraphReport
@@ -59,8 +62,7 @@ class Recorded:
             undo.callback(recording.abort)
             if (objected := objection()) is not None:
                 raise Refused(objected)
-            if (objected := generators.objection()) is not None:
-                raise Refused(objected, passing=True)
+            generators.refuse_drawn_on_host()
             self.edits.close()
             born = dict.fromkeys(pool.backend.live_blocks(pool.id) - live, OURS)
             self._results = Results(result, self._static, recording.origins | born, pool.backend)
@@ -92,14 +94,14 @@ class Recorded:
     def replay(self, tensors: list[torch.Tensor]) -> Any:
         """The call's result for `tensors`. Raises `GuardMiss`; the generator is then put back."""
         pool = self.graph.pool
-        random = pool.backend.rng_state(pool.device) if self.uses_random else None
+        before = pool.backend.rng_state(pool.device) if self.uses_random else None
         with pool.use():
             self._static.fill(tensors)
             try:
                 self.graph.run()
             except BaseException:
-                if random is not None:
-                    pool.backend.set_rng_state(pool.device, random)
+                if before is not None:
+                    pool.backend.set_rng_state(pool.device, before)
                 raise
             self.report.replays += 1
             return self._results.give(tensors)
@@ -127,6 +129,44 @@ class Recorded:
             if beside > 0 and storage.data_ptr() not in ours:
                 return True
         return not pool.backend.live_blocks(pool.id) <= ours
+
+
+class Generators:
+    """Random generators as they are now, to be put back: the device's, Python's, numpy's (if it is
+    there: importing it takes half a second). Torch's own of the host is left to the recorder.
+
+    >>> before = Generators(Pool(device))
+    >>> _ = torch.rand(1, device=device), random.random()
+    >>> before.put_back()
+    >>> before.moved()
+    False
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool, self._state = pool, pool.backend.rng_state(pool.device)
+        self._host = [read() for read, _ in _host_generators()]
+
+    def moved(self) -> bool:
+        """Whether the device's generator was drawn from since."""
+        return not torch.equal(self._state, self._pool.backend.rng_state(self._pool.device))
+
+    def refuse_drawn_on_host(self) -> None:
+        """Raises `Refused` if one of the host was drawn from since: no replay would."""
+        now = [read() for read, _ in _host_generators()]
+        if pickle.dumps(self._host) != pickle.dumps(now):  # numpy's state holds an array
+            raise Refused("the forward draws random numbers on the host", passing=True)
+
+    def put_back(self) -> None:
+        """Sets all of them as they were: the work since then is going to be done again."""
+        self._pool.backend.set_rng_state(self._pool.device, self._state)
+        for (_, write), state in zip(_host_generators(), self._host, strict=False):
+            write(state)
+
+
+def _host_generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    numpy = sys.modules.get("numpy.random")
+    numpys = [] if numpy is None else [(numpy.get_state, numpy.set_state)]
+    return [(random.getstate, random.setstate), *numpys]
 
 
 class Results:

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from accel.backend import keep_for_ever
 from accel.breaks import Break
 from accel.graph import Recording, current_recording, eager_on_graph
-from accel.guard import Generators
 from accel.memory import Pool
-from accel.recorded import Recorded
+from accel.recorded import Generators, Recorded
 from accel.runner import GraphRunner
 from tests.accel.rules import Box, Rule, new_runner, replaced, together, wrapped
 from tests.accel.same import assert_same
@@ -346,7 +345,7 @@ ON_EFFECTS = [
         "L9",
         "random numbers of the host",
         chance_on_the_host,
-        replaced(Generators, "objection", lambda self: None),
+        replaced(Generators, "refuse_drawn_on_host", lambda self: None),
         "other random numbers",
     ),
     Rule(
