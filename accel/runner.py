@@ -202,16 +202,14 @@ class GraphRunner:
             except GuardMiss as miss:
                 self.report.guard_misses += 1
                 missed = miss
-        if (
-            missed is None
-            or entry.drop_stale(self._guard.check_alive())  # moved, their old memory in use
+        if missed is not None and not (
+            entry.drop_stale(self._guard.check_alive())  # weights moved, their old memory in use
             or self._breaks_more_for(missed)
         ):
-            return self._record(entry, key, call)
-        entry.misses += 1
-        entry.decline_if_fruitless(1, f"no two calls agree: {missed}")
-        if entry.misses % 2 or entry.barred:  # a lazy cache may have been filled: once more eagerly
-            return self._eager(str(missed), call)
+            entry.misses += 1
+            entry.decline_if_fruitless(1, f"no two calls agree: {missed}")
+            if entry.misses % 2 or entry.barred:  # a lazy cache may have been filled: once eagerly
+                return self._eager(str(missed), call)
         return self._record(entry, key, call)
 
     def _breaks_more_for(self, missed: GuardMiss) -> bool:
