@@ -89,7 +89,7 @@ class GraphRunner:
         try:
             key = signature(call, self._backend)
             self._check(key)
-            entry = self._entry(key)
+            entry = self._entry(key, call)
         except Uncapturable as uncapturable:
             return self._eager(str(uncapturable), call)
         with self.pool.lock:
@@ -137,7 +137,7 @@ class GraphRunner:
         ):
             raise Uncapturable("gradients are enabled: call under torch.no_grad()")
 
-    def _entry(self, key: Signature) -> Entry:
+    def _entry(self, key: Signature, call: Any) -> Entry:
         known = self.entries.get(key[:2])
         if known is not None:
             return known
@@ -145,7 +145,7 @@ class GraphRunner:
             seen = self._values.setdefault(key.shapes, [set() for _ in key.values])
             for values, value, place in zip(seen, key.values, key.places, strict=True):
                 if value not in values and len(values) == VARIANTS:
-                    name = argument_name(place)
+                    name = argument_name(call, place)
                     raise Uncapturable(f"{name} has had more than {VARIANTS} values: pass a tensor")
             for values, value in zip(seen, key.values, strict=True):
                 values.add(value)

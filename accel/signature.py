@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import itertools
 import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -46,18 +47,19 @@ class Signature(NamedTuple):
     """What the recorded work depends on in a call's arguments.
 
     `shapes` holds the tree and the tensors' metadata, `values` the plain values in tree order;
-    these two are the key. `tensors` are the tensor leaves, each object once, `places` says where
-    each of the values is.
+    these two are the key. `tensors` are the tensor leaves, each object once, `places` says which
+    node of the tree each of the values is.
 
-    >>> key = signature(((1,), {"scale": 2.0}), backend)
-    >>> [argument_name(place) for place in key.places], key.tensors
+    >>> call = (1,), {"scale": 2.0}
+    >>> key = signature(call, backend)
+    >>> [argument_name(call, place) for place in key.places], key.tensors
     (['argument [0]', 'scale'], [])
     """
 
     shapes: tuple[Any, ...]
     values: tuple[Any, ...]
     tensors: list[torch.Tensor]
-    places: list[Place]
+    places: list[int]
 
 
 def signature(call: Any, backend: Backend) -> Signature:
@@ -70,17 +72,16 @@ def signature(call: Any, backend: Backend) -> Signature:
     shapes: list[Any] = []
     values: list[Any] = []
     tensors: list[torch.Tensor] = []
-    places: list[Place] = []
+    places: list[int] = []
     seen: dict[int, int] = {}
-    ahead: list[tuple[Place, Any]] = [((), call)]
+    ahead = [call]
     while ahead:  # `nodes`, written out: a launch waits for this, and finds caches cold
-        place, x = ahead.pop()
+        x = ahead.pop()
         kind = type(x)
         container = None if kind in _LEAVES else opened(x)
         if container is not None:
             shapes.append((kind, container.names))
-            inside = zip(container.names, container.children, strict=True)
-            ahead.extend(reversed([((*place, name), child) for name, child in inside]))
+            ahead.extend(reversed(container.children))
         elif id(x) in seen:
             shapes.append(seen[id(x)])
         elif isinstance(x, torch.Tensor):
@@ -89,26 +90,28 @@ def signature(call: Any, backend: Backend) -> Signature:
             shapes.append(_metadata(x, backend))
             if x.is_cpu:
                 values.append(host_bytes(x))
-                places.append(place)
+                places.append(len(shapes) - 1)
         elif isinstance(x, torch.Generator):
             shapes.append(kind)  # a recording that draws from one is refused
         elif isinstance(x, _VALUES):
-            shapes.append(None)
             values.append((kind, repr(x) if isinstance(x, (float, complex)) else x))  # 0.0 == -0.0
-            places.append(place)
+            places.append(len(shapes))
+            shapes.append(None)
         else:
-            what = f"{argument_name(place)} is a {kind.__name__}"
+            what = f"{argument_name(call, len(shapes))} is a {kind.__name__}"
             raise Uncapturable(f"{what}, whose contents may change")
     return Signature(tuple(shapes), tuple(values), tensors, places)
 
 
-def argument_name(place: Place) -> str:
-    """The argument at a place in `(args, kwargs)`, in words.
+def argument_name(call: Any, number: int) -> str:
+    """The argument that is the node of that number in `call`, an `(args, kwargs)`, in words.
 
-    >>> argument_name((0, 2)), argument_name((1, "extra", "steps", 0))
-    ('argument [2]', 'extra.steps[0]')
+    >>> call = (5,), {"extra": {"steps": [6]}}
+    >>> argument_name(call, 2), argument_name(call, 6)
+    ('argument [0]', 'extra.steps[0]')
     """
-    keyword, *path = place
+    places = (place for place, _, _ in nodes(call))
+    keyword, *path = next(itertools.islice(places, number, None))
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return name.removeprefix(".") if keyword else f"argument {name}"
 
@@ -166,19 +169,20 @@ def _like(x: Any, put: Callable[..., None], names: Sequence[Any], children: list
     return like
 
 
-def nodes(x: Any) -> Iterator[tuple[Any, Container | None]]:
-    """Everything in `x`, containers before what is in them, in order: (node, opened).
+def nodes(x: Any) -> Iterator[tuple[Place, Any, Container | None]]:
+    """Everything in `x`, containers before what is in them, in order: (place, node, opened).
 
-    >>> [node for node, _ in nodes({"a": [1]})]
-    [{'a': [1]}, [1], 1]
+    >>> [(place, node) for place, node, _ in nodes({"a": [1]})]
+    [((), {'a': [1]}), (('a',), [1]), (('a', 0), 1)]
     """
-    ahead = [x]
+    ahead: list[tuple[Place, Any]] = [((), x)]
     while ahead:
-        node = ahead.pop()
+        place, node = ahead.pop()
         container = opened(node)
-        yield node, container
+        yield place, node, container
         if container is not None:
-            ahead.extend(reversed(container.children))
+            inside = zip(container.names, container.children, strict=True)
+            ahead.extend(reversed([((*place, name), child) for name, child in inside]))
 
 
 def leaves(x: Any) -> list[Any]:
@@ -187,7 +191,7 @@ def leaves(x: Any) -> list[Any]:
     >>> leaves({"a": [1, 2], "b": (3,)})
     [1, 2, 3]
     """
-    return [node for node, container in nodes(x) if container is None]
+    return [node for _, node, container in nodes(x) if container is None]
 
 
 def map_tree(leaf: Callable[[Any], Any], x: Any) -> Any:
@@ -323,7 +327,7 @@ class Edits:
 
 
 def _containers(x: Any) -> list[Any]:
-    return [node for node, container in nodes(x) if container is not None]
+    return [node for _, node, container in nodes(x) if container is not None]
 
 
 def _contents(x: Any) -> list[Any]:

@@ -131,7 +131,7 @@ def test_keywords_are_named(x: Tensor, backend: Backend) -> None:
         signature(((x,), {"extras": {"cache": object()}}), backend)
     call = (x, 1), {"scale": 2.0, "extra": {"steps": 3}}
     made = signature(call, backend)
-    names = [argument_name(place) for place in made.places]
+    names = [argument_name(call, place) for place in made.places]
     assert names == ["argument [1]", "scale", "extra.steps"]
 
 
