@@ -328,7 +328,7 @@ class Held:
 
     def __init__(self) -> None:
         self._device: dict[int, torch.UntypedStorage] = {}
-        self._host: dict[int, tuple[torch.Tensor, Any, set[int]]] = {}
+        self._host: dict[Any, tuple[torch.Tensor, Any, set[int]]] = {}
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Keeps a device storage alive."""
@@ -336,12 +336,17 @@ class Held:
 
     def hold_host(self, tensor: torch.Tensor) -> None:
         """Keeps a host tensor alive whose present values were baked in."""
-        # An alias of our own: the model's tensor object then counts as a second holder.
-        alias = tensor.detach()
+        place = tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype
+        if place in self._host:
+            return
+        # An alias of our own: the model's tensor object then counts as a second holder. Made below
+        # autograd, where the recorder sees tensors, it would have a version of its own.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            alias = tensor.detach()
         ours = _aliases.setdefault(alias.untyped_storage(), set())
         ours.add(id(alias))
         weakref.finalize(alias, ours.discard, id(alias))
-        self._host.setdefault(tensor.data_ptr(), (alias, _content(alias), ours))
+        self._host[place] = alias, _content(alias), ours
 
     def stale(self) -> str | None:
         """Why the recorded work may no longer be what the model would do, or None."""
