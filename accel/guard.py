@@ -148,15 +148,11 @@ class WeightGuard:
     """
 
     def __init__(self, module: nn.Module | None, backend: Backend, on: Any = None) -> None:
-        self._module = weakref.ref(module) if module is not None else lambda: None
+        self.module = weakref.ref(module) if module is not None else lambda: None
+        """The watched module, None if there is none, or no longer."""
         self._backend, self._on = backend, on
         self.version = 0
         self._take_stock()
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The watched module, None if there is none, or no longer."""
-        return self._module()
 
     def check_alive(self) -> int:
         """The current version, after a check that no weight's memory was freed: what makes a replay
@@ -173,11 +169,11 @@ class WeightGuard:
 
     def requires_grad(self) -> bool:
         """Whether any parameter asks for a gradient."""
-        module = self._module()
+        module = self.module()
         return module is not None and any(p.requires_grad for p in module.parameters())
 
     def _take_stock(self) -> None:
-        module = self._module()
+        module = self.module()
         modules = [] if module is None else all_modules(module)
         self._boxes = [box for m in modules for box in (m._modules, m._parameters, m._buffers)]
         self._families = [m._modules for m in modules if m._modules]

@@ -7,11 +7,12 @@ know what is recorded or why.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -214,6 +215,18 @@ class Pool:
         if self.limit is None:
             free, _ = self.backend.memory(self.device)
             self.limit = (free + self.backend.reclaimable_bytes(self.device)) // 2
+
+
+def outlives_garbage(kept: Callable[[], bool]) -> bool:
+    """Whether something is kept, and still is when garbage, which waits to be collected, is gone.
+
+    >>> outlives_garbage(lambda: True), outlives_garbage(lambda: False)
+    (True, False)
+    """
+    if not kept():
+        return False
+    gc.collect()
+    return kept()
 
 
 def _memory_is_short(*figures: Any) -> None:

@@ -7,7 +7,6 @@ caller's own. Does not know when to record or which recording to use (runner.py)
 from __future__ import annotations
 
 import contextlib
-import gc
 import pickle
 import random
 import sys
@@ -21,7 +20,7 @@ from accel.backend import Backend
 from accel.graph import ARGUMENT, OURS, WEIGHT, BreakableGraph, Recording, Refused, capture
 from accel.guard import WeightGuard
 from accel.layout import laid_out, span
-from accel.memory import Pool
+from accel.memory import Pool, outlives_garbage
 from accel.reporting import BreakReport, GraphReport
 from accel.signature import Edits, Signature, StaticInputs, is_value, leaves, map_tree
 
@@ -113,10 +112,8 @@ class Recorded:
 
     def _refuse_leaks(self, ours: set[int]) -> None:
         """A tensor of this recording that the model keeps would change with every replay."""
-        if self._leaks(ours):
-            gc.collect()
-            if self._leaks(ours):
-                raise Refused("the model keeps a tensor that this call made (a cache it fills)")
+        if outlives_garbage(lambda: self._leaks(ours)):
+            raise Refused("the model keeps a tensor that this call made (a cache it fills)")
 
     def _leaks(self, ours: set[int]) -> bool:
         """Whether someone beside the graph holds memory of its pool or a boundary buffer."""

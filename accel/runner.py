@@ -7,7 +7,6 @@ recording is made (recorded.py, graph.py, record.py) nor what a pipeline is.
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import math
 import threading
@@ -25,7 +24,7 @@ from accel.breaks import GuardMiss
 from accel.entry import BARRED_CALLS, VARIANTS, WEIGHTS_MOVED, Entry
 from accel.graph import as_break
 from accel.guard import Ambient, WeightGuard
-from accel.memory import Pool
+from accel.memory import Pool, outlives_garbage
 from accel.recorded import Recorded
 from accel.reporting import PartReport
 from accel.signature import Signature, Uncapturable, argument_name, signature
@@ -225,7 +224,8 @@ class GraphRunner:
     def _breaking(self) -> list[nn.Module]:
         """The modules that run as breaks. Not those with buffers, which they might write: a guard
         that misses later could not take that back."""
-        module, kinds = self._guard.module, {k for k, n in self._missed_in.items() if n >= VARIANTS}
+        module = self._guard.module()
+        kinds = {kind for kind, missed in self._missed_in.items() if missed >= VARIANTS}
         inside = [] if module is None or not kinds else [*module.modules()][1:]
         return [m for m in inside if type(m) in kinds and next(m.buffers(), None) is None]
 
@@ -306,15 +306,8 @@ class GraphRunner:
         try:
             return self._eager_after_failure(entry, failure, call, again)
         finally:
-            if self._has_leaked(live):
+            if outlives_garbage(lambda: not self._backend.live_blocks(pool.id) <= live):
                 pool.retire()  # or older graphs would write what someone keeps
-
-    def _has_leaked(self, live: set[int]) -> bool:
-        """Whether anyone keeps memory of the pool that was not in use before."""
-        if self._backend.live_blocks(self.pool.id) <= live:
-            return False
-        gc.collect()
-        return not self._backend.live_blocks(self.pool.id) <= live
 
     def _eager_after_failure(self, entry: Entry, error: Exception, call: Any, again: bool) -> Any:
         """The user's call does not fail because a recording did. If the eager call fails too, the

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import accel.runner
 from accel.backend import keep_for_ever
 from accel.breaks import Break
 from accel.graph import Recording, current_recording, eager_on_graph
 from accel.memory import Pool
 from accel.recorded import Generators, Recorded
-from accel.runner import GraphRunner
 from tests.accel.rules import Box, Rule, new_runner, replaced, together, wrapped
 from tests.accel.same import assert_same
 from tests.accel.twin import watching
@@ -288,7 +288,7 @@ ON_EFFECTS = [
         the_device_objects,
         together(
             replaced(Pool, "abandon", lambda self, wreck: keep_for_ever(wreck)),
-            replaced(GraphRunner, "_has_leaked", lambda self, live: False),
+            replaced(accel.runner, "outlives_garbage", lambda kept: False),
         ),
         "no later call is recorded",
     ),
