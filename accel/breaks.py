@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from accel.guard import Ambient
+from accel.layout import bytes_of, distinct, laid_out, like_in_memory
 from accel.memory import Pool
-from accel.signature import bytes_of, distinct, laid_out, leaves, like_in_memory, map_tree
+from accel.signature import leaves, map_tree
 
 
 class GuardMiss(Exception):
@@ -47,6 +48,7 @@ class Break:
     of segments needs the memory of the largest and not of the sum. Of what it returns, device
     tensors get a boundary buffer each, except those that it was given (an `out` argument, or a view
     of one). What reached the host steered Python: it has to come back byte for byte, `guarded`.
+    Without `ambient` it runs in whatever context the replay is in.
 
     >>> from accel.graph import BreakableGraph, capture
     >>> graph = BreakableGraph(Pool(device))
@@ -62,11 +64,12 @@ class Break:
         args: Any,
         kwargs: Any,
         pool: Pool,
-        ambient: Ambient | None,
+        kind: str = "automatic",
+        ambient: Ambient | None = None,
     ) -> None:
         self.what = getattr(function, "__qualname__", None) or str(function)
         self.where, self.owner = _caller()
-        self.guarded = False
+        self.kind, self.guarded = kind, False
         self.buffers: list[torch.Tensor] = []
         self._function, self._args, self._kwargs = function, args, kwargs
         self._pool, self._ambient = pool, ambient

@@ -11,17 +11,14 @@ import contextlib
 import functools
 import gc
 import threading
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from accel.backend import Backend
 from accel.breaks import Break, on_device
 from accel.guard import Ambient, Held
 from accel.memory import Pool
-from accel.reporting import BreakReport
 from accel.signature import Uncapturable, leaves
 
 P = ParamSpec("P")
@@ -66,7 +63,7 @@ class BreakableGraph:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.steps: list[Any] = []
-        self.breaks: list[BreakReport] = []
+        self.breaks: list[Break] = []
         self.held: list[Any] = []
         self.operations = 0
 
@@ -94,7 +91,7 @@ class BreakableGraph:
     def discard(self) -> None:
         """Lets go of everything; the segments stay parked until their pool's generation ends."""
         self.pool.bury([step for step in self.steps if not isinstance(step, Break)])
-        self.steps, self.held = [], []
+        self.steps, self.breaks, self.held = [], [], []
 
 
 class Recording:
@@ -175,18 +172,9 @@ class Recording:
         with self.interrupted(but=1):
             pass
 
-    def run_break(
-        self,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        pure: bool,
-        ambient: Ambient | None = None,
-        kind: str = "automatic",
-    ) -> Any:
-        """Runs `function` as a break, in the context of `ambient`, and returns its result in
-        buffers. Raises `Refused` if a guard would have to undo what cannot be undone."""
-        step = Break(function, args, kwargs, self.graph.pool, ambient)
+    def run_break(self, step: Break, pure: bool) -> Any:
+        """Runs a break for the first time and returns its result, in buffers. Raises `Refused` if a
+        guard would have to undo what cannot be undone."""
         with self.interrupted():
             result = step.first_run()
         if step.guarded and not self._run:
@@ -198,9 +186,8 @@ class Recording:
         if not pure:
             self.effect = self.effect or f"the break {step.what} has run"
         self.graph.steps.append(step)
-        self.graph.breaks.append(BreakReport(step.where, step.what, kind, step.guarded))
-        self.adopt([x for x in leaves(result) if not on_device(x)])
-        self.adopt(step.buffers)
+        self.graph.breaks.append(step)
+        self.adopt([*(x for x in leaves(result) if not on_device(x)), *step.buffers])
         return result
 
     def adopt(self, made: list[Any]) -> None:
@@ -261,7 +248,7 @@ def capture(
     graph: BreakableGraph,
     *,
     automatic: bool = True,
-    origins: Mapping[int, str] = types.MappingProxyType({}),
+    origins: Mapping[int, str] | None = None,
     run: bool = True,
 ) -> Iterator[Recording]:
     """Records what the body does into `graph`, running it at the same time.
@@ -284,23 +271,21 @@ def capture(
     """
     from accel.record import watched  # record.py builds on this module
 
-    recording = Recording(graph, origins, run)
-    with graph.pool.recording(), _surroundings(graph.pool.backend, recording):
-        try:
-            recording.open()
-            with watched(recording) if automatic else contextlib.nullcontext():
-                yield recording
-            if recording.refusal is not None:
-                raise recording.refusal
-            recording.close()
-            recording.settle()
-        except BaseException:
-            recording.abort()
-            raise
+    recording = Recording(graph, origins or {}, run)
+    with graph.pool.recording(), _surroundings(recording), contextlib.ExitStack() as undo:
+        undo.callback(recording.abort)
+        recording.open()
+        with watched(recording) if automatic else contextlib.nullcontext():
+            yield recording
+        if recording.refusal is not None:
+            raise recording.refusal
+        recording.close()
+        recording.settle()
+        undo.pop_all()
 
 
 @contextlib.contextmanager
-def _surroundings(backend: Backend, recording: Recording) -> Iterator[None]:
+def _surroundings(recording: Recording) -> Iterator[None]:
     """How torch and Python are set while recording.
 
     A weight cast while recording would stay in autocast's cache, in the graph's memory. A garbage
@@ -308,7 +293,7 @@ def _surroundings(backend: Backend, recording: Recording) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(backend.hide_capturing())
+        stack.enter_context(recording.graph.pool.backend.hide_capturing())
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         stack.callback(gc.enable if gc.isenabled() else gc.disable)
@@ -361,8 +346,9 @@ def as_break(function: Callable[..., R], pure: bool, kind: str) -> Callable[...,
         recording = current_recording()
         if recording is None:
             return function(*args, **kwargs)
-        ambient = Ambient(recording.graph.pool.device.type)
-        return recording.run_break(function, args, kwargs, pure, ambient, kind)
+        pool = recording.graph.pool
+        step = Break(function, args, kwargs, pool, kind, Ambient(pool.device.type))
+        return recording.run_break(step, pure)
 
     return run
 

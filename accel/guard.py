@@ -11,9 +11,6 @@ import contextlib
 import functools
 import itertools
 import operator
-import pickle
-import random
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +19,6 @@ import torch
 from torch import nn
 
 from accel.backend import Backend
-from accel.memory import Pool
 from accel.signature import SMALL_HOST_TENSOR, host_bytes, leaves, opened
 
 _KERNEL_CHOICES = (
@@ -152,17 +148,11 @@ class WeightGuard:
     """
 
     def __init__(self, module: nn.Module | None, backend: Backend, on: Any = None) -> None:
-        self._module = weakref.ref(module) if module is not None else lambda: None
+        self.module = weakref.ref(module) if module is not None else lambda: None
+        """The watched module, None if there is none, or no longer."""
         self._backend, self._on = backend, on
         self.version = 0
-        self.opaque: str | None = None
-        """Why the watch cannot be kept, in words: a weight hides what it is made of."""
         self._take_stock()
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The watched module, None if there is none, or no longer."""
-        return self._module()
 
     def check_alive(self) -> int:
         """The current version, after a check that no weight's memory was freed: what makes a replay
@@ -179,18 +169,19 @@ class WeightGuard:
 
     def requires_grad(self) -> bool:
         """Whether any parameter asks for a gradient."""
-        module = self._module()
+        module = self.module()
         return module is not None and any(p.requires_grad for p in module.parameters())
 
     def _take_stock(self) -> None:
-        module = self._module()
+        module = self.module()
         modules = [] if module is None else all_modules(module)
         self._boxes = [box for m in modules for box in (m._modules, m._parameters, m._buffers)]
         self._families = [m._modules for m in modules if m._modules]
         self._owners: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._subclasses: list[tuple[dict[str, Any], str, Callable[[Any], Any], int]] = []
-        self.opaque = None
+        self.opaque: str | None = None
+        """Why the watch cannot be kept, in words: a weight hides what it is made of."""
         self.storages: set[int] = set()
         self._deaths: list[Any] = []
         self._watches: list[Any] = []
@@ -309,6 +300,11 @@ def all_modules(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+_aliases: weakref.WeakKeyDictionary[torch.UntypedStorage, set[int]] = weakref.WeakKeyDictionary()
+"""Which tensors over a host storage are recordings' own, so that these do not take each other for
+the model."""
+
+
 class Held:
     """Memory outside a graph that its recorded work reads and no module owns as a weight.
 
@@ -328,7 +324,7 @@ class Held:
 
     def __init__(self) -> None:
         self._device: dict[int, torch.UntypedStorage] = {}
-        self._host: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._host: dict[Any, tuple[torch.Tensor, Any, set[int]]] = {}
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Keeps a device storage alive."""
@@ -336,20 +332,28 @@ class Held:
 
     def hold_host(self, tensor: torch.Tensor) -> None:
         """Keeps a host tensor alive whose present values were baked in."""
-        # An alias of our own: the model's tensor object then counts as a second holder.
-        alias = tensor.detach()
-        self._host.setdefault(tensor.data_ptr(), (alias, _content(alias)))
+        place = tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype
+        if place in self._host:
+            return
+        # An alias of our own: the model's tensor object then counts as a second holder. Made below
+        # autograd, where the recorder sees tensors, it would have a version of its own.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            alias = tensor.detach()
+        ours = _aliases.setdefault(alias.untyped_storage(), set())
+        ours.add(id(alias))
+        weakref.finalize(alias, ours.discard, id(alias))
+        self._host[place] = alias, _content(alias), ours
 
     def stale(self) -> str | None:
         """Why the recorded work may no longer be what the model would do, or None."""
         for storage in self._device.values():
             if torch._C._storage_Use_Count(storage._cdata) <= 1:
                 return "the model has replaced a tensor that the recording reads"
-        for tensor, content in self._host.values():
+        for tensor, content, ours in self._host.values():
             if _content(tensor) != content:
                 return "a host tensor that the recording reads has changed"
-            # Our alias and the handle that asks: two.
-            if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2:
+            # All recordings' aliases, and the handle that asks.
+            if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= len(ours) + 1:
                 return "the model has replaced a host tensor that the recording reads"
         return None
 
@@ -359,48 +363,3 @@ def _content(tensor: torch.Tensor) -> Any:
     if tensor.numel() <= SMALL_HOST_TENSOR:
         return host_bytes(tensor)
     return 0 if tensor.is_inference() else tensor._version
-
-
-class Generators:
-    """Random generators as they are now, to be put back: the device's, Python's, numpy's (if it is
-    there: importing it takes half a second). Torch's own of the host is left to the recorder.
-
-    >>> before = Generators(Pool(device))
-    >>> with contextlib.suppress(ValueError), before.put_back_on_error():
-    ...     _ = torch.rand(1, device=device), random.random()
-    ...     raise ValueError
-    >>> before.moved(), before.objection()
-    (False, None)
-    """
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool, self._state = pool, pool.backend.rng_state(pool.device)
-        self._host = [read() for read, _ in _host_generators()]
-
-    def moved(self) -> bool:
-        """Whether the device's generator was drawn from since."""
-        return not torch.equal(self._state, self._pool.backend.rng_state(self._pool.device))
-
-    def objection(self) -> str | None:
-        """Why a call since then cannot be replayed, in words; None if nothing speaks against it."""
-        now = [read() for read, _ in _host_generators()]
-        if pickle.dumps(self._host) != pickle.dumps(now):  # numpy's state holds an array
-            return "the forward draws random numbers on the host"
-        return None
-
-    @contextlib.contextmanager
-    def put_back_on_error(self) -> Iterator[None]:
-        """Sets all of them as they were if the body fails: its work is going to be done again."""
-        try:
-            yield
-        except BaseException:
-            self._pool.backend.set_rng_state(self._pool.device, self._state)
-            for (_, write), state in zip(_host_generators(), self._host, strict=False):
-                write(state)
-            raise
-
-
-def _host_generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    numpy = sys.modules.get("numpy.random")
-    numpys = [] if numpy is None else [(numpy.get_state, numpy.set_state)]
-    return [(random.getstate, random.setstate), *numpys]

@@ -7,11 +7,12 @@ know what is recorded or why.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,7 +72,6 @@ class Pool:
         self._here = threading.local()
         self._last_use: Any = None
         self._last_stream: Any = None
-        self._ticks = itertools.count()
         _pools.add(self)
         if backend.device_type not in _watched:
             _watched.add(backend.device_type)
@@ -90,12 +90,10 @@ class Pool:
     def _another_stream(self) -> Any:
         """One that no other pool has, if there is one: those that share theirs wait for each other,
         and where a pool's work is in the middle of another's that can be for ever."""
-        new_stream, side, news = self.backend.new_stream, _sides[self.device], list[Any]()
-        while len(news) <= STREAMS:
-            news.append(new_stream(self.device))
-            if news[-1] != side and news[-1] not in _turns:
-                return news[-1]
-        return next(new for new in news if new != side)
+        news = (self.backend.new_stream(self.device) for _ in range(STREAMS + 1))
+        others = (new for new in news if new != _sides[self.device])
+        first = next(others)
+        return next((new for new in itertools.chain([first], others) if new not in _turns), first)
 
     def _open_generation(self) -> None:
         for tenant in list(self.tenants):
@@ -202,10 +200,6 @@ class Pool:
             self._give_stream_back()
             self.backend.empty_cache()
 
-    def tick(self) -> int:
-        """A number that grows with every call, to tell who was used last."""
-        return next(self._ticks)
-
     def make_room(self) -> None:
         """On a nearly full card the allocator's own cache can be what a recording lacks."""
         free, total = self.backend.memory(self.device)
@@ -221,6 +215,18 @@ class Pool:
         if self.limit is None:
             free, _ = self.backend.memory(self.device)
             self.limit = (free + self.backend.reclaimable_bytes(self.device)) // 2
+
+
+def outlives_garbage(kept: Callable[[], bool]) -> bool:
+    """Whether something is kept, and still is when garbage, which waits to be collected, is gone.
+
+    >>> outlives_garbage(lambda: True), outlives_garbage(lambda: False)
+    (True, False)
+    """
+    if not kept():
+        return False
+    gc.collect()
+    return kept()
 
 
 def _memory_is_short(*figures: Any) -> None:

@@ -22,6 +22,7 @@ from torch import Tag
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accel.breaks import Break
 from accel.graph import ARGUMENT, OURS, Recording, Refused, current_recording
 from accel.record_stand_ins import visible_host_data
 from accel.signature import leaves, map_tree
@@ -41,6 +42,7 @@ _COPIES = {aten._to_copy.default, aten.copy_.default, aten.copy.default}
 _RUNNING_STATISTICS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default}
 """Their schemas hide that they write arguments 3 and 4 where argument 5, `training`, is true."""
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}
+_ON_HOST = "a host tensor that outlives the call"
 _TENSOR = torch.Tensor
 _OF_TORCH = types.BuiltinFunctionType, types.MethodDescriptorType
 _NO_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
@@ -258,19 +260,22 @@ class OpRecorder(TorchDispatchMode):
         """Notes a tensor that was not met before; True if it lies on the host."""
         if not x.is_cpu and x.device != self._pool.device:
             raise Refused(f"the forward uses {x.device} beside {self._pool.device}")
+        if not x.numel():
+            return x.is_cpu
         storage = self._backend.storage(x)
         base = storage.data_ptr()
-        if base not in self._origins and x.numel():
+        if base not in self._origins:
             self._origins[base] = self._origin(x, storage)
-        if not x.is_cpu and x.numel():
+        if self._origins[base] == _ON_HOST:
+            self._recording.held.hold_host(x)  # each view: another may change by itself
+        if not x.is_cpu:
             self._known.add(self._address(x))
         return x.is_cpu
 
     def _origin(self, x: torch.Tensor, storage: torch.UntypedStorage) -> str:
         """Where a storage comes from that was not met before; holds what others may let go."""
         if x.is_cpu:
-            self._recording.held.hold_host(x)
-            return "a host tensor that outlives the call"
+            return _ON_HOST
         base = storage.data_ptr()  # a look into the pool takes a third of a millisecond
         if base in self._known or base in self._backend.live_blocks(self._pool.id):
             return OURS
@@ -283,7 +288,7 @@ class OpRecorder(TorchDispatchMode):
             out = getattr(func, "_op", func)(*args, **kwargs)  # a Python frame less
         except RuntimeError as error:
             if "generator not in capture mode" in str(error):  # it draws: no harm was done
-                return self._recording.run_break(func, args, kwargs, pure=True)
+                return self._recording.run_break(Break(func, args, kwargs, self._pool), pure=True)
             if "captur" in str(error):
                 self._pool.unrecordable.add(func)
             raise
@@ -303,7 +308,7 @@ class OpRecorder(TorchDispatchMode):
         if rule.writes:
             self._note_writes(func, rule, args, kwargs)
         if device and rule.unrecordable is not None and rule.unrecordable(args, kwargs):
-            return self._recording.run_break(func, args, kwargs, pure=True)
+            return self._recording.run_break(Break(func, args, kwargs, self._pool), pure=True)
         target = kwargs.get("device")
         if kwargs.get("generator") is not None:
             raise Refused(f"{func} draws from a generator of its own")

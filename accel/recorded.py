@@ -6,7 +6,10 @@ caller's own. Does not know when to record or which recording to use (runner.py)
 
 from __future__ import annotations
 
-import gc
+import contextlib
+import pickle
+import random
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,21 +17,12 @@ from typing import Any
 import torch
 
 from accel.backend import Backend
-from accel.breaks import Break
-from accel.graph import ARGUMENT, OURS, WEIGHT, BreakableGraph, Refused, capture
-from accel.guard import Generators, WeightGuard
-from accel.memory import Pool
-from accel.reporting import GraphReport
-from accel.signature import (
-    Edits,
-    Signature,
-    StaticInputs,
-    is_value,
-    laid_out,
-    leaves,
-    map_tree,
-    span,
-)
+from accel.graph import ARGUMENT, OURS, WEIGHT, BreakableGraph, Recording, Refused, capture
+from accel.guard import WeightGuard
+from accel.layout import laid_out, span
+from accel.memory import Pool, outlives_garbage
+from accel.reporting import BreakReport, GraphReport
+from accel.signature import Edits, Signature, StaticInputs, is_value, leaves, map_tree
 
 
 class Recorded:
@@ -55,34 +49,25 @@ class Recorded:
         guard: WeightGuard,
         objection: Callable[[], str | None] = lambda: None,
     ) -> None:
-        backend, begin = pool.backend, pool.backend.now()
-        generators, self.graph = Generators(pool), BreakableGraph(pool)
-        mode = torch.is_grad_enabled()  # nothing asks for gradients, but a forward may ask
-        with pool.recording(), generators.put_back_on_error():
-            live, grown = backend.live_blocks(pool.id), backend.pool_bytes(pool.id)
-            static = self._static = StaticInputs(key.tensors, backend)
-            args, kwargs = static.substitute(call, key.tensors)
+        begin, self.graph = pool.backend.now(), BreakableGraph(pool)
+        generators = Generators(pool)
+        with pool.recording(), contextlib.ExitStack() as undo:
+            undo.callback(generators.put_back)
+            live, reserved = pool.backend.live_blocks(pool.id), pool.bytes()
+            self._static = StaticInputs(key.tensors, pool.backend)
+            args, kwargs = self._static.substitute(call, key.tensors)
             self.edits = Edits((args, kwargs))
-            origins = dict.fromkeys(guard.storages, WEIGHT)
-            origins.update(dict.fromkeys(static.storages, ARGUMENT))
-            with (
-                capture(self.graph, origins=origins) as recording,
-                torch.set_grad_enabled(mode),
-            ):
-                result = function(*args, **kwargs)
-            try:
-                if (objected := objection()) is not None:
-                    raise Refused(objected)
-                if (objected := generators.objection()) is not None:
-                    raise Refused(objected, passing=True)
-                self.edits.close()
-                born = dict.fromkeys(backend.live_blocks(pool.id) - live, OURS)
-                self._results = Results(result, static, recording.origins | born, backend)
-                self._refuse_leaks(live | set(self._results.storages))
-            except BaseException:
-                recording.abort()
-                raise
-            grown = backend.pool_bytes(pool.id) - grown
+            recording, result = self._run(function, args, kwargs, guard)
+            undo.callback(recording.abort)
+            if (objected := objection()) is not None:
+                raise Refused(objected)
+            generators.refuse_drawn_on_host()
+            self.edits.close()
+            born = dict.fromkeys(pool.backend.live_blocks(pool.id) - live, OURS)
+            self._results = Results(result, self._static, recording.origins | born, pool.backend)
+            self._refuse_leaks(live | set(self._results.storages))
+            undo.pop_all()
+            grown = pool.bytes() - reserved
         self.held, self.uses_random = recording.held, generators.moved()
         self.commits = recording.effect is not None or self.uses_random
         """Whether a replay changes something that discarding its result does not undo."""
@@ -91,21 +76,31 @@ class Recorded:
         self.first_result = self._results.give(key.tensors)
         self.edits.apply(call)
         shapes = ", ".join("x".join(map(str, x.shape)) or "scalar" for x in key.tensors)
-        counts = self.graph.segments, self.graph.operations
-        seconds = backend.now() - begin
-        self.report = GraphReport(shapes, *counts, seconds, grown, breaks=self.graph.breaks)
+        figures = self.graph.segments, self.graph.operations, pool.backend.now() - begin, grown
+        breaks = [BreakReport(b.where, b.what, b.kind, b.guarded) for b in self.graph.breaks]
+        self.report = GraphReport(shapes, *figures, breaks=breaks)
+
+    def _run(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, guard: WeightGuard
+    ) -> tuple[Recording, Any]:
+        """The recording of a call, and what it returned."""
+        origins = dict.fromkeys(guard.storages, WEIGHT)
+        origins |= dict.fromkeys(self._static.storages, ARGUMENT)
+        mode = torch.is_grad_enabled()  # nothing asks for gradients, but a forward may ask
+        with capture(self.graph, origins=origins) as recording, torch.set_grad_enabled(mode):
+            return recording, function(*args, **kwargs)
 
     def replay(self, tensors: list[torch.Tensor]) -> Any:
         """The call's result for `tensors`. Raises `GuardMiss`; the generator is then put back."""
         pool = self.graph.pool
-        random = pool.backend.rng_state(pool.device) if self.uses_random else None
+        before = pool.backend.rng_state(pool.device) if self.uses_random else None
         with pool.use():
             self._static.fill(tensors)
             try:
                 self.graph.run()
             except BaseException:
-                if random is not None:
-                    pool.backend.set_rng_state(pool.device, random)
+                if before is not None:
+                    pool.backend.set_rng_state(pool.device, before)
                 raise
             self.report.replays += 1
             return self._results.give(tensors)
@@ -117,23 +112,58 @@ class Recorded:
 
     def _refuse_leaks(self, ours: set[int]) -> None:
         """A tensor of this recording that the model keeps would change with every replay."""
-        if self._leaks(ours):
-            gc.collect()
-            if self._leaks(ours):
-                raise Refused("the model keeps a tensor that this call made (a cache it fills)")
+        if outlives_garbage(lambda: self._leaks(ours)):
+            raise Refused("the model keeps a tensor that this call made (a cache it fills)")
 
     def _leaks(self, ours: set[int]) -> bool:
         """Whether someone beside the graph holds memory of its pool or a boundary buffer."""
-        backend, pool_id = self.graph.pool.backend, self.graph.pool.id
-        breaks = [step for step in self.graph.steps if isinstance(step, Break)]
+        breaks, pool = self.graph.breaks, self.graph.pool
         tensors = {id(x): x for step in breaks for x in step.tensors}.values()
-        holders = Counter(backend.storage(x).data_ptr() for x in tensors)
+        holders = Counter(pool.backend.storage(x).data_ptr() for x in tensors)
         for buffer in (x for step in breaks for x in step.buffers):
-            storage = backend.storage(buffer)  # one more holder
+            storage = pool.backend.storage(buffer)  # one more holder
             beside = torch._C._storage_Use_Count(storage._cdata) - holders[storage.data_ptr()] - 1
             if beside > 0 and storage.data_ptr() not in ours:
                 return True
-        return not backend.live_blocks(pool_id) <= ours
+        return not pool.backend.live_blocks(pool.id) <= ours
+
+
+class Generators:
+    """Random generators as they are now, to be put back: the device's, Python's, numpy's (if it is
+    there: importing it takes half a second). Torch's own of the host is left to the recorder.
+
+    >>> before = Generators(Pool(device))
+    >>> _ = torch.rand(1, device=device), random.random()
+    >>> before.put_back()
+    >>> before.moved()
+    False
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool, self._state = pool, pool.backend.rng_state(pool.device)
+        self._host = [read() for read, _ in _host_generators()]
+
+    def moved(self) -> bool:
+        """Whether the device's generator was drawn from since."""
+        return not torch.equal(self._state, self._pool.backend.rng_state(self._pool.device))
+
+    def refuse_drawn_on_host(self) -> None:
+        """Raises `Refused` if one of the host was drawn from since: no replay would."""
+        now = [read() for read, _ in _host_generators()]
+        if pickle.dumps(self._host) != pickle.dumps(now):  # numpy's state holds an array
+            raise Refused("the forward draws random numbers on the host", passing=True)
+
+    def put_back(self) -> None:
+        """Sets all of them as they were: the work since then is going to be done again."""
+        self._pool.backend.set_rng_state(self._pool.device, self._state)
+        for (_, write), state in zip(_host_generators(), self._host, strict=False):
+            write(state)
+
+
+def _host_generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    numpy = sys.modules.get("numpy.random")
+    numpys = [] if numpy is None else [(numpy.get_state, numpy.set_state)]
+    return [(random.getstate, random.setstate), *numpys]
 
 
 class Results:

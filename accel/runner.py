@@ -7,12 +7,11 @@ recording is made (recorded.py, graph.py, record.py) nor what a pipeline is.
 from __future__ import annotations
 
 import contextlib
-import gc
+import itertools
 import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Literal
 from unittest import mock
 
@@ -22,83 +21,21 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from accel.breaks import GuardMiss
+from accel.entry import BARRED_CALLS, VARIANTS, WEIGHTS_MOVED, Entry
 from accel.graph import as_break
 from accel.guard import Ambient, WeightGuard
-from accel.memory import Pool
+from accel.memory import Pool, outlives_garbage
 from accel.recorded import Recorded
 from accel.reporting import PartReport
 from accel.signature import Signature, Uncapturable, argument_name, signature
 
-HOST_SLACK = 0.15
-"""Share of the device's time still to come when the host returns, from which graphs do not help."""
-LEAST_GAIN = 1.05
-"""Eager time over replay time below which a recording is dropped again."""
-JUDGED_REPLAYS = 2
-"""Replays over which the gain is confirmed."""
-VARIANTS = 4
-"""Recordings a signature, and plain values an argument, may have."""
-BARRED_CALLS = 64
-"""Calls that a signature over the memory limit waits before it may be recorded again."""
 PROBED_FIRST = 16
 """Replays before which the state is checked, not after, once it was seen to change."""
-_WEIGHTS_MOVED = "where the weights lie, or which there are"
 FIRST_OF_SIGNATURE = "first call of this signature"
 
 _thread = threading.local()
-
-
-@dataclass
-class Entry:
-    """What is known of one signature; `report` is that of its runner.
-
-    >>> entry = Entry(PartReport("unet", "UNet2DConditionModel"))
-    >>> entry.decline("the device is the bottleneck")
-    >>> entry.barred, entry.report.declined
-    (inf, 'the device is the bottleneck')
-    """
-
-    report: PartReport
-    seen: bool = False
-    """Whether it has had the eager call that comes before a recording."""
-    variants: list[Recorded] = field(default_factory=list)
-    barred: float = 0
-    """Calls to come that are not recorded, and why."""
-    barred_for: str = ""
-    eager_seconds: float = 0.0
-    judged: list[float] = field(default_factory=list)
-    misses: int = 0
-    stale_turns: int = 0
-    fruitless: int = 0
-    """Misses, and twice the times that weights moved, since a replay was used last."""
-    last_use: int = 0
-    bytes: int = 0
-
-    def bar(self, reason: str, calls: float = BARRED_CALLS) -> None:
-        """No recording for some calls."""
-        self.barred, self.barred_for = calls, reason
-
-    def decline(self, reason: str, calls: float = math.inf) -> None:
-        """No recording, nor replay, for some calls or for ever."""
-        self.forget()
-        self.bar(reason, calls)
-        self.report.declined = reason
-
-    def decline_if_fruitless(self, cost: int, reason: str) -> None:
-        """Counts what recordings have cost in vain."""
-        self.fruitless += cost
-        if self.fruitless > 2 * VARIANTS:
-            self.decline(reason, BARRED_CALLS)
-
-    def forget(self) -> None:
-        """Drops every recording."""
-        for variant in self.variants[:]:
-            self.drop(variant)
-
-    def drop(self, variant: Recorded) -> None:
-        """Gives one recording up."""
-        self.variants.remove(variant)
-        self.report.graphs.remove(variant.report)
-        variant.discard()
+_uses = itertools.count()
+"""Numbers that grow with every call, to tell who was used last."""
 
 
 class GraphRunner:
@@ -151,18 +88,20 @@ class GraphRunner:
         try:
             key = signature(call, self._backend)
             self._check(key)
-            entry = self._entry(key)
+            entry = self._entry(key, call)
         except Uncapturable as uncapturable:
             return self._eager(str(uncapturable), call)
         with self.pool.lock:
             self.pool.relieve()
-            entry.last_use = self.pool.tick()
+            entry.last_use = next(_uses)
             reason = self._reason_for_eager(entry)
             if reason is None:
                 return self._replay_or_record(entry, key, call)
-        if reason == FIRST_OF_SIGNATURE and self.capture == "auto":
-            return self._judged_eager(entry, call)
-        return self._eager(reason, call)
+        if reason != FIRST_OF_SIGNATURE or self.capture == "always":
+            return self._eager(reason, call)
+        result, *times = self._timed(lambda: self._eager(FIRST_OF_SIGNATURE, call))
+        entry.judge_eager(*times)
+        return result
 
     @property
     def has_graphs(self) -> bool:
@@ -197,7 +136,7 @@ class GraphRunner:
         ):
             raise Uncapturable("gradients are enabled: call under torch.no_grad()")
 
-    def _entry(self, key: Signature) -> Entry:
+    def _entry(self, key: Signature, call: Any) -> Entry:
         known = self.entries.get(key[:2])
         if known is not None:
             return known
@@ -205,7 +144,7 @@ class GraphRunner:
             seen = self._values.setdefault(key.shapes, [set() for _ in key.values])
             for values, value, place in zip(seen, key.values, key.places, strict=True):
                 if value not in values and len(values) == VARIANTS:
-                    name = argument_name(place)
+                    name = argument_name(call, place)
                     raise Uncapturable(f"{name} has had more than {VARIANTS} values: pass a tensor")
             for values, value in zip(seen, key.values, strict=True):
                 values.add(value)
@@ -232,12 +171,11 @@ class GraphRunner:
         random = self._backend.rng_state(self.pool.device)
         try:
             result = self.function(*call[0], **call[1])
+            self.pool.set_default_limit()
+            return result
         except torch.OutOfMemoryError:
             if not self.pool.bytes():
                 raise
-        else:
-            self.pool.set_default_limit()
-            return result
         self.pool.retire()  # the graphs' memory may be what was lacking
         self._backend.set_rng_state(self.pool.device, random)
         return self.function(*call[0], **call[1])
@@ -254,30 +192,8 @@ class GraphRunner:
         seconds = backend.now() - begin
         return result, seconds, seconds - host, first.elapsed_time(last) / 1e3
 
-    def _judged_eager(self, entry: Entry, call: Any) -> Any:
-        """An eager call that finds out whether the host is the bottleneck."""
-        result, entry.eager_seconds, lag, device = self._timed(
-            lambda: self._eager(FIRST_OF_SIGNATURE, call)
-        )
-        if lag >= HOST_SLACK * device:
-            entry.decline(
-                f"the device is the bottleneck: when the host was done, {lag * 1e3:.1f} of "
-                f"{device * 1e3:.1f} ms of its work were still to come"
-            )
-        return result
-
-    def _judged_replay(self, entry: Entry, run: Callable[[], Any]) -> Any:
-        """One of the first replays: the recordings are dropped if these gain too little."""
-        result, seconds, _, _ = self._timed(run)
-        entry.judged.append(seconds)
-        gain = entry.eager_seconds / max(min(entry.judged), 1e-9)
-        if len(entry.judged) == JUDGED_REPLAYS and gain < LEAST_GAIN:
-            entry.decline(f"a replay is only {gain:.2f} times as fast as an eager call")
-            self.pool.retire_if_unused()
-        return result
-
     def _replay_or_record(self, entry: Entry, key: Signature, call: Any) -> Any:
-        self._drop_stale(entry)
+        entry.drop_stale(self._guard.check_alive())
         missed: GuardMiss | None = None
         for variant in entry.variants[:]:
             try:
@@ -285,14 +201,14 @@ class GraphRunner:
             except GuardMiss as miss:
                 self.report.guard_misses += 1
                 missed = miss
-        if missed is None or self._drop_stale(entry):  # weights moved, their old memory in use
-            return self._record(entry, key, call)
-        if self._breaks_more_for(missed):
-            return self._record(entry, key, call)
-        entry.misses += 1
-        entry.decline_if_fruitless(1, f"no two calls agree: {missed}")
-        if entry.misses % 2 or entry.barred:  # a lazy cache may have been filled: once more eagerly
-            return self._eager(str(missed), call)
+        if missed is not None and not (
+            entry.drop_stale(self._guard.check_alive())  # weights moved, their old memory in use
+            or self._breaks_more_for(missed)
+        ):
+            entry.misses += 1
+            entry.decline_if_fruitless(1, f"no two calls agree: {missed}")
+            if entry.misses % 2 or entry.barred:  # a lazy cache may have been filled: once eagerly
+                return self._eager(str(missed), call)
         return self._record(entry, key, call)
 
     def _breaks_more_for(self, missed: GuardMiss) -> bool:
@@ -308,7 +224,8 @@ class GraphRunner:
     def _breaking(self) -> list[nn.Module]:
         """The modules that run as breaks. Not those with buffers, which they might write: a guard
         that misses later could not take that back."""
-        module, kinds = self._guard.module, {k for k, n in self._missed_in.items() if n >= VARIANTS}
+        module = self._guard.module()
+        kinds = {kind for kind, missed in self._missed_in.items() if missed >= VARIANTS}
         inside = [] if module is None or not kinds else [*module.modules()][1:]
         return [m for m in inside if type(m) in kinds and next(m.buffers(), None) is None]
 
@@ -319,24 +236,6 @@ class GraphRunner:
                 run = as_break(module.forward, pure=True, kind="module")
                 stack.enter_context(mock.patch.object(module, "forward", run))
             return self.function(*args, **kwargs)
-
-    def _drop_stale(self, entry: Entry) -> bool:
-        """Drops recordings whose weights moved or whose outside tensors the model has replaced."""
-        version = self._guard.check_alive()
-        found = [(variant, variant.held.stale()) for variant in entry.variants]
-        stale = [(v, replaced) for v, replaced in found if replaced or v.state[0] != version]
-        for variant, replaced in stale:
-            self.report.changes[replaced or _WEIGHTS_MOVED] += 1
-            entry.drop(variant)
-        self.report.recaptures += len(stale)
-        replaced = next((reason for _, reason in stale if reason), None)
-        if replaced is not None:
-            entry.stale_turns += 1
-            if entry.stale_turns > 2:
-                entry.decline(replaced)
-        elif stale:
-            entry.decline_if_fruitless(2, "the weights move at every call")
-        return bool(stale)
 
     def _state(self) -> Any:
         """Everything beyond arguments that a recording depends on."""
@@ -353,8 +252,11 @@ class GraphRunner:
         if before:
             self._check_state(variant)
         with _inside():
-            if entry.eager_seconds and len(entry.judged) < JUDGED_REPLAYS:
-                result = self._judged_replay(entry, lambda: variant.replay(key.tensors))
+            if entry.on_trial:
+                result, seconds, *_ = self._timed(lambda: variant.replay(key.tensors))
+                entry.judge_replay(seconds)
+                if not entry.variants:
+                    self.pool.retire_if_unused()
             else:
                 result = variant.replay(key.tensors)
         if not before:
@@ -381,50 +283,31 @@ class GraphRunner:
             entry.seen = False
             return self._eager(vetoed, call)
         pool.make_room()
-        undo, learned = self._remember(), (len(pool.unrecordable), pool.may_cut)
-        live = self._backend.live_blocks(pool.id)
+        live, learned = self._backend.live_blocks(pool.id), (len(pool.unrecordable), pool.may_cut)
 
         def objection() -> str | None:
             changes = self._around() != state[1:]
             return "the forward changes its own state" if changes else self._guard.opaque
 
         try:
-            with _inside():
+            with _inside(), contextlib.ExitStack() as undo:
+                undo.callback(self._remember())
                 recorded = Recorded(self._broken, call, key, pool, self._guard, objection)
-        except BaseException as error:
-            undo()
-            if not isinstance(error, Exception):
-                raise
+                undo.pop_all()
+        except Exception as error:
             failure = error.with_traceback(None)  # whose frames hold tensors
         else:
             recorded.state = state
-            return self._kept(entry, recorded)
+            entry.add(recorded)
+            _keep_within_limit(pool)
+            result, recorded.first_result = recorded.first_result, None
+            return result
         again = learned != (len(pool.unrecordable), pool.may_cut)
         try:
             return self._eager_after_failure(entry, failure, call, again)
         finally:
-            if self._has_leaked(live):
+            if outlives_garbage(lambda: not self._backend.live_blocks(pool.id) <= live):
                 pool.retire()  # or older graphs would write what someone keeps
-
-    def _has_leaked(self, live: set[int]) -> bool:
-        """Whether anyone keeps memory of the pool that was not in use before."""
-        if self._backend.live_blocks(self.pool.id) <= live:
-            return False
-        gc.collect()
-        return not self._backend.live_blocks(self.pool.id) <= live
-
-    def _kept(self, entry: Entry, recorded: Recorded) -> Any:
-        for least_used in entry.variants[VARIANTS - 1 :]:
-            entry.drop(least_used)
-        entry.variants.insert(0, recorded)
-        entry.bytes = max(entry.bytes, recorded.report.pool_bytes)
-        self.report.captures += 1
-        self.report.graphs.append(recorded.report)
-        if self.report.declined == entry.barred_for:
-            self.report.declined = None  # for the time being, that was
-        _keep_within_limit(self.pool)
-        result, recorded.first_result = recorded.first_result, None
-        return result
 
     def _eager_after_failure(self, entry: Entry, error: Exception, call: Any, again: bool) -> Any:
         """The user's call does not fail because a recording did. If the eager call fails too, the
@@ -446,7 +329,7 @@ class GraphRunner:
 def _difference(before: Any, now: Any) -> str:
     """What of a runner's state changed, in words; the probe's value may know more of its own."""
     if before[0] != now[0]:
-        return _WEIGHTS_MOVED
+        return WEIGHTS_MOVED
     if before[1] != now[1]:
         return "torch's switches (gradients, autocast, precision, attention kernels)"
     tell = getattr(now[2], "difference", None)

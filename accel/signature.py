@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import itertools
 import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from accel.backend import Backend
+from accel.layout import bytes_of, distinct, like_in_memory, misalignment, overlaps
 
-ALIGNMENT = 16
-"""Bytes: what vectorised kernels look at when they choose how to read a tensor."""
 SMALL_HOST_TENSOR = 64
 """Elements: up to here a host tensor is part of the key by value."""
 
@@ -47,18 +47,19 @@ class Signature(NamedTuple):
     """What the recorded work depends on in a call's arguments.
 
     `shapes` holds the tree and the tensors' metadata, `values` the plain values in tree order;
-    these two are the key. `tensors` are the tensor leaves, each object once, `places` says where
-    each of the values is.
+    these two are the key. `tensors` are the tensor leaves, each object once, `places` says which
+    node of the tree each of the values is.
 
-    >>> key = signature(((1,), {"scale": 2.0}), backend)
-    >>> [argument_name(place) for place in key.places], key.tensors
+    >>> call = (1,), {"scale": 2.0}
+    >>> key = signature(call, backend)
+    >>> [argument_name(call, place) for place in key.places], key.tensors
     (['argument [0]', 'scale'], [])
     """
 
     shapes: tuple[Any, ...]
     values: tuple[Any, ...]
     tensors: list[torch.Tensor]
-    places: list[Place]
+    places: list[int]
 
 
 def signature(call: Any, backend: Backend) -> Signature:
@@ -71,17 +72,16 @@ def signature(call: Any, backend: Backend) -> Signature:
     shapes: list[Any] = []
     values: list[Any] = []
     tensors: list[torch.Tensor] = []
-    places: list[Place] = []
+    places: list[int] = []
     seen: dict[int, int] = {}
-    ahead: list[tuple[Place, Any]] = [((), call)]
+    ahead = [call]
     while ahead:  # `nodes`, written out: a launch waits for this, and finds caches cold
-        place, x = ahead.pop()
+        x = ahead.pop()
         kind = type(x)
         container = None if kind in _LEAVES else opened(x)
         if container is not None:
             shapes.append((kind, container.names))
-            inside = zip(container.names, container.children, strict=True)
-            ahead.extend(reversed([((*place, name), child) for name, child in inside]))
+            ahead.extend(reversed(container.children))
         elif id(x) in seen:
             shapes.append(seen[id(x)])
         elif isinstance(x, torch.Tensor):
@@ -90,26 +90,28 @@ def signature(call: Any, backend: Backend) -> Signature:
             shapes.append(_metadata(x, backend))
             if x.is_cpu:
                 values.append(host_bytes(x))
-                places.append(place)
+                places.append(len(shapes) - 1)
         elif isinstance(x, torch.Generator):
             shapes.append(kind)  # a recording that draws from one is refused
         elif isinstance(x, _VALUES):
-            shapes.append(None)
             values.append((kind, repr(x) if isinstance(x, (float, complex)) else x))  # 0.0 == -0.0
-            places.append(place)
+            places.append(len(shapes))
+            shapes.append(None)
         else:
-            what = f"{argument_name(place)} is a {kind.__name__}"
+            what = f"{argument_name(call, len(shapes))} is a {kind.__name__}"
             raise Uncapturable(f"{what}, whose contents may change")
     return Signature(tuple(shapes), tuple(values), tensors, places)
 
 
-def argument_name(place: Place) -> str:
-    """The argument at a place in `(args, kwargs)`, in words.
+def argument_name(call: Any, number: int) -> str:
+    """The argument that is the node of that number in `call`, an `(args, kwargs)`, in words.
 
-    >>> argument_name((0, 2)), argument_name((1, "extra", "steps", 0))
-    ('argument [2]', 'extra.steps[0]')
+    >>> call = (5,), {"extra": {"steps": [6]}}
+    >>> argument_name(call, 2), argument_name(call, 6)
+    ('argument [0]', 'extra.steps[0]')
     """
-    keyword, *path = place
+    places = (place for place, _, _ in nodes(call))
+    keyword, *path = next(itertools.islice(places, number, None))
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return name.removeprefix(".") if keyword else f"argument {name}"
 
@@ -225,16 +227,6 @@ def host_bytes(x: torch.Tensor) -> tuple[int, ...]:
     return tuple(bytes_of(x).tolist())
 
 
-def bytes_of(x: torch.Tensor) -> torch.Tensor:
-    """The values of `x` as a flat uint8 tensor: comparing bytes, not numbers, sees NaN and -0.
-
-    >>> bytes_of(torch.tensor(-0.0).expand(1)).tolist()
-    [0, 0, 0, 128]
-    """
-    plain = x.detach().resolve_conj().resolve_neg()
-    return plain.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-
-
 def _metadata(x: torch.Tensor, backend: Backend) -> tuple[Any, ...]:
     if type(x) not in backend.tensor_types:
         raise Uncapturable(f"an argument is a {type(x).__name__}, not a plain tensor")
@@ -244,79 +236,6 @@ def _metadata(x: torch.Tensor, backend: Backend) -> tuple[Any, ...]:
     if device.type not in (backend.device_type, "cpu"):
         raise Uncapturable(f"an argument is on {device}")
     return (x.shape, x.stride(), x.dtype, device, x.requires_grad, misalignment(x, backend))
-
-
-def misalignment(x: torch.Tensor, backend: Backend) -> int:
-    """Bytes past an aligned address. A single element has no vectorised reads: 0, so that the
-    timesteps of a schedule, views at ever other offsets, share one signature.
-
-    >>> x = torch.ones(8, device=device)
-    >>> misalignment(x, backend), misalignment(x[1:], backend)
-    (0, 4)
-    """
-    off = backend.address(x) % ALIGNMENT
-    return off if off and not x.is_cpu and distinct(x).numel() > 1 else 0
-
-
-def distinct(x: torch.Tensor) -> torch.Tensor:
-    """`x` without its repetitions: expanded dimensions (stride 0) cut to one element.
-
-    >>> distinct(torch.ones(1).expand(3)).shape
-    torch.Size([1])
-    """
-    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            x = x.narrow(dim, 0, 1)
-    return x
-
-
-def span(x: torch.Tensor) -> int:
-    """How many elements of its storage lie between the first and the last of `x`, both included.
-
-    >>> span(torch.ones(4)[::2])
-    3
-    """
-    reach = sum((n - 1) * st for n, st in zip(x.shape, x.stride(), strict=True))
-    return 1 + reach if x.numel() else 0
-
-
-def overlaps(x: torch.Tensor) -> bool:
-    """Whether two elements of `x` (without expanded dimensions) share memory.
-
-    >>> overlaps(torch.ones(4).as_strided((2, 2), (1, 1))), overlaps(torch.ones(4)[::2])
-    (True, False)
-    """
-    dims = sorted((st, n) for n, st in zip(x.shape, x.stride(), strict=True) if n > 1)
-    reach = 0
-    for stride, size in dims:
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
-def like_in_memory(x: torch.Tensor, backend: Backend) -> torch.Tensor:
-    """An uninitialised tensor with the shape, exact strides, dtype, device and alignment of `x`;
-    an empty one has an address too, to be told from others by.
-
-    >>> like_in_memory(torch.ones(2, 3).t(), backend).stride()
-    (1, 3)
-    """
-    skipped = misalignment(x, backend) // x.element_size()
-    flat = torch.empty(skipped + max(span(x), 1), dtype=x.dtype, device=x.device)
-    return laid_out(x, flat.untyped_storage(), skipped)
-
-
-def laid_out(x: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
-    """A tensor like `x` over other memory, which begins `offset` elements in. Not a view: its base
-    would count as one more holder, and changes in place would not always be allowed.
-
-    >>> x = torch.arange(4.0)
-    >>> laid_out(x[:2], x.untyped_storage(), 2).tolist()
-    [2.0, 3.0]
-    """
-    empty = torch.empty(0, dtype=x.dtype, device=x.device)
-    return empty.set_(storage, offset, x.size(), x.stride())
 
 
 class StaticInputs:
@@ -380,43 +299,41 @@ class Edits:
     """
 
     def __init__(self, call: Any) -> None:
-        self._before = [(box, identities(box)) for box in _boxes(call)]
-        records = [(x, found) for _, x, found in nodes(call) if found and not _is_box(x)]
-        self._records = [(x, list(map(id, found.children))) for x, found in records]
+        self._before = [(x, _contents(x)) for x in _containers(call)]
         self._kept: list[tuple[int, list[int]]] = []
         self._alive = leaves(call)  # so that no new thing takes an old one's identity
 
     def close(self) -> None:
         """Compares. Raises `Uncapturable` if something was put in that was not there before, or if
         a dataclass was changed."""
-        for number, (box, before) in enumerate(self._before):
-            now = identities(box)
+        for number, (x, before) in enumerate(self._before):
+            now = _contents(x)
+            if now == before:
+                continue
+            if not isinstance(x, (list, dict)):
+                raise Uncapturable(f"the forward changes a {type(x).__name__} it is given")
             if not set(now) <= set(before):
                 raise Uncapturable("the forward puts something into a list or dict it is given")
-            if now != before:
-                self._kept.append((number, [before.index(item) for item in now]))
-        for record, children in self._records:
-            found = opened(record)
-            if found is None or list(map(id, found.children)) != children:
-                raise Uncapturable(f"the forward changes a {type(record).__name__} it is given")
-        self._before, self._records, self._alive = [], [], []
+            self._kept.append((number, [before.index(item) for item in now]))
+        self._before, self._alive = [], []
 
     def apply(self, call: Any) -> None:
         """Leaves `call`'s lists and dicts as the recorded call left its own."""
-        boxes = _boxes(call) if self._kept else []
+        containers = _containers(call) if self._kept else []
         for number, kept in self._kept:
-            box = boxes[number]
+            box = containers[number]
             items = list(box.items() if isinstance(box, dict) else box)
             box.clear()
             (box.update if isinstance(box, dict) else box.extend)(items[place] for place in kept)
 
 
-def _boxes(x: Any) -> list[Any]:
-    return [node for _, node, _ in nodes(x) if _is_box(node)]
+def _containers(x: Any) -> list[Any]:
+    return [node for _, node, container in nodes(x) if container is not None]
 
 
-def _is_box(x: Any) -> bool:
-    return isinstance(x, (list, dict))
+def _contents(x: Any) -> list[Any]:
+    found = None if isinstance(x, dict) else opened(x)
+    return identities(x if found is None else found.children)
 
 
 def identities(box: Any) -> list[Any]:

@@ -19,8 +19,9 @@ from unittest import mock
 
 import torch
 
+from accel.layout import bytes_of
 from accel.patches.part import Part
-from accel.signature import bytes_of, is_value, leaves
+from accel.signature import is_value, leaves
 
 KEPT_BYTES = 2**28
 """Outputs of one run that are kept on the host as they are; of what comes after, only a hash."""

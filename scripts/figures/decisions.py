@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.runner import BARRED_CALLS, HOST_SLACK, JUDGED_REPLAYS, LEAST_GAIN, VARIANTS
+from accel.entry import BARRED_CALLS, HOST_SLACK, JUDGED_REPLAYS, LEAST_GAIN, VARIANTS
 from figures.canvas import BREAK, EAGER, QUIET, RECORD, SEGMENT, Canvas, Style
 
 WIDTH = 880

@@ -3,7 +3,6 @@ switch it off."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
 from collections.abc import Callable
@@ -13,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import accel.runner
 from accel.backend import keep_for_ever
+from accel.breaks import Break
 from accel.graph import Recording, current_recording, eager_on_graph
-from accel.guard import Generators
 from accel.memory import Pool
-from accel.recorded import Recorded
-from accel.runner import GraphRunner
+from accel.recorded import Generators, Recorded
 from tests.accel.rules import Box, Rule, new_runner, replaced, together, wrapped
 from tests.accel.same import assert_same
 from tests.accel.twin import watching
@@ -196,8 +195,8 @@ def an_effect_before_a_read(device: torch.device) -> None:
 
 
 def all_pure(run_break: Any) -> Any:
-    def run(self: Recording, function: Any, args: Any, kwargs: Any, pure: bool, *more: Any) -> Any:
-        return run_break(self, function, args, kwargs, True, *more)
+    def run(self: Recording, step: Break, pure: bool) -> Any:
+        return run_break(self, step, pure=True)
 
     return run
 
@@ -289,7 +288,7 @@ ON_EFFECTS = [
         the_device_objects,
         together(
             replaced(Pool, "abandon", lambda self, wreck: keep_for_ever(wreck)),
-            replaced(GraphRunner, "_has_leaked", lambda self, live: False),
+            replaced(accel.runner, "outlives_garbage", lambda kept: False),
         ),
         "no later call is recorded",
     ),
@@ -339,14 +338,14 @@ ON_EFFECTS = [
         "L9",
         "the generator after a refused recording",
         chance_before_a_refusal,
-        replaced(Generators, "put_back_on_error", lambda self: contextlib.nullcontext()),
+        replaced(Generators, "put_back", lambda self: None),
         "other random numbers",
     ),
     Rule(
         "L9",
         "random numbers of the host",
         chance_on_the_host,
-        replaced(Generators, "objection", lambda self: None),
+        replaced(Generators, "refuse_drawn_on_host", lambda self: None),
         "other random numbers",
     ),
     Rule(

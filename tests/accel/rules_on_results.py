@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from accel import recorded, signature
+from accel import layout, recorded, signature
 from accel.graph import Refused, eager_on_graph
 from accel.guard import Ambient
 from accel.record import OpRecorder
 from accel.recorded import Results
 from accel.signature import Edits, map_tree
-from tests.accel.rules import Box, Rule, new_runner, replaced, wrapped
+from tests.accel.rules import Box, Rule, new_runner, replaced, together, wrapped
 from tests.accel.same import assert_same
 
 # L8: results
@@ -236,7 +236,10 @@ ON_RESULTS = [
         "L11",
         "alignment",
         alignment_decides,
-        replaced(signature, "misalignment", lambda x, backend: 0),
+        together(
+            replaced(signature, "misalignment", lambda x, backend: 0),
+            replaced(layout, "misalignment", lambda x, backend: 0),
+        ),
         "another kernel was chosen",
     ),
     Rule(

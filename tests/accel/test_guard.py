@@ -91,7 +91,7 @@ def test_a_dead_module_is_no_error(device: torch.device, backend: Backend) -> No
     guard = WeightGuard(model, backend)
     before = guard.check()
     del model
-    assert guard.module is None
+    assert guard.module() is None
     assert guard.check() == before
     assert not guard.requires_grad()
 

@@ -163,6 +163,53 @@ class TestL3HeldStorages:
                 assert_same(watched(torch.ones(4, device=device)), expected)
         assert "replaced a tensor" in str(watched.report.declined)
 
+    @pytest.mark.parametrize("where", ["host", "device"])
+    @pytest.mark.parametrize("elements", [4, 400])
+    def test_recordings_that_hold_one_table_see_both_that_it_is_replaced(
+        self, device: torch.device, runner: MakeRunner, where: str, elements: int
+    ) -> None:
+        there = torch.device("cpu") if where == "host" else device
+        shelf = {"table": torch.full((elements,), 2.0, device=there)}
+
+        def forward(x: Tensor) -> Tensor:
+            table = shelf["table"]
+            return x * table[:2].to(x.device).sum() + table[1:].to(x.device).sum()
+
+        watched, calls = runner(forward), [torch.ones(n, device=device) for n in (2, 3)]
+        with torch.no_grad():
+            for value in (2.0, 5.0):
+                shelf["table"] = torch.full((elements,), value, device=there)
+                for x in calls * 4:
+                    assert_same(watched(x), forward(x))
+        assert (watched.report.captures, watched.report.recaptures) == (4, 2)
+
+    @pytest.mark.parametrize("elements", [4, 400])
+    def test_a_host_table_that_changes_in_place(
+        self, device: torch.device, runner: MakeRunner, elements: int
+    ) -> None:
+        table, x = torch.full((elements,), 2.0), torch.ones(2, device=device)
+        watched = runner(lambda x: x * table.to(x.device).sum())
+        with torch.no_grad():
+            for value in (2.0, 7.0):
+                table[3] = value
+                for _ in range(4):
+                    assert watched(x).tolist() == [2.0 * (elements - 1) + value] * 2
+        assert watched.report.replays > 1
+
+    @pytest.mark.parametrize("elements", [4, 400])
+    def test_a_view_of_a_host_table_that_changes_in_place(
+        self, device: torch.device, runner: MakeRunner, elements: int
+    ) -> None:
+        table, x = torch.full((elements,), 2.0), torch.ones(2, device=device)
+        head, tail = table[:2], table[2:]
+        watched = runner(lambda x: x * head.to(x.device).sum() + tail.to(x.device).sum())
+        with torch.no_grad():
+            for value in (2.0, 7.0):
+                tail[-1] = value
+                for _ in range(4):
+                    assert watched(x).tolist() == [4.0 + 2.0 * (elements - 3) + value] * 2
+        assert watched.report.replays > 1
+
     def test_weights_are_not_kept_alive(self, device: torch.device, runner: MakeRunner) -> None:
         model = nn.Linear(8, 8).to(device)
         watched = runner(model, module=model)

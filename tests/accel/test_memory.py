@@ -222,10 +222,6 @@ def test_an_abandoned_pool_records_again_and_its_wreck_is_never_destroyed(
     filled(pool)
 
 
-def test_ticks_grow(pool: Pool) -> None:
-    assert pool.tick() < pool.tick()
-
-
 def test_work_waits_for_the_pools_last_use(sim: torch.device) -> None:
     from accel.backend import backend_for
 

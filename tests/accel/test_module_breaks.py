@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from accel.entry import VARIANTS
 from accel.pipelines.tiny import FAMILIES
-from accel.runner import VARIANTS
 from tests.accel.common import MakeTwin
 from tests.accel.test_families import moved
 

@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.backend import Backend
+from accel.entry import BARRED_CALLS
 from accel.graph import BreakableGraph, capture
 from accel.memory import Pool
-from accel.runner import BARRED_CALLS, GraphRunner
+from accel.runner import GraphRunner
 
 MakeRunner = Callable[..., GraphRunner]
 

@@ -18,14 +18,9 @@ from accel.signature import (
     StaticInputs,
     Uncapturable,
     argument_name,
-    bytes_of,
-    distinct,
     leaves,
-    like_in_memory,
     map_tree,
-    misalignment,
     opened,
-    overlaps,
     signature,
 )
 from tests.accel.same import assert_same
@@ -136,7 +131,7 @@ def test_keywords_are_named(x: Tensor, backend: Backend) -> None:
         signature(((x,), {"extras": {"cache": object()}}), backend)
     call = (x, 1), {"scale": 2.0, "extra": {"steps": 3}}
     made = signature(call, backend)
-    names = [argument_name(place) for place in made.places]
+    names = [argument_name(call, place) for place in made.places]
     assert names == ["argument [1]", "scale", "extra.steps"]
 
 
@@ -219,43 +214,6 @@ class TestStaticInputs:
     def test_a_tensor_that_overlaps_itself_is_refused(self, x: Tensor, backend: Backend) -> None:
         with pytest.raises(Uncapturable, match="overlap"):
             StaticInputs([x.as_strided((3, 4), (2, 1))], backend)
-
-
-class TestMemoryLayout:
-    def test_overlaps(self) -> None:
-        x = torch.arange(24.0)
-        assert not overlaps(x.view(2, 3, 4).permute(2, 0, 1))
-        assert not overlaps(x[::3])
-        assert overlaps(x.as_strided((3, 3), (1, 1)))
-        assert overlaps(x.as_strided((2, 4), (3, 1)))
-
-    def test_distinct_cuts_repetitions(self) -> None:
-        x = torch.arange(3.0).expand(5, 3)
-        assert distinct(x).shape == (1, 3)
-        assert distinct(torch.ones(2, 3)).shape == (2, 3)
-
-    def test_misalignment(self, x: Tensor, backend: Backend) -> None:
-        flat = x.flatten()
-        assert [misalignment(flat[i : i + 4], backend) for i in (0, 1, 2, 4)] == [0, 4, 8, 0]
-        assert misalignment(flat[1:2], backend) == 0
-
-    def test_a_buffer_like_another_is_laid_out_like_it(self, x: Tensor, backend: Backend) -> None:
-        for like in (x.t(), x[:, 1:], x[0].expand(2, 4), x[:0], x.flatten()[1:], x[0, 0]):
-            made = like_in_memory(like, backend)
-            assert (made.shape, made.stride(), made.dtype) == (
-                like.shape,
-                like.stride(),
-                like.dtype,
-            )
-            assert misalignment(made, backend) == misalignment(like, backend)
-            assert made._base is None
-
-    def test_bytes_tell_zeros_and_nans_apart(self) -> None:
-        one, other = bytes_of(torch.tensor([0.0])), bytes_of(torch.tensor([-0.0]))
-        assert not torch.equal(one, other)
-        nan = torch.tensor([float("nan")])
-        assert torch.equal(bytes_of(nan), bytes_of(nan.clone()))
-        assert torch.equal(bytes_of(torch.ones(2, 2).t()), bytes_of(torch.ones(2, 2)))
 
 
 def test_a_dataclass_that_refuses_to_tell_a_field_has_the_others() -> None:
