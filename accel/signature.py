@@ -74,13 +74,15 @@ def signature(call: Any, backend: Backend) -> Signature:
     tensors: list[torch.Tensor] = []
     places: list[int] = []
     seen: dict[int, int] = {}
+    boxes: dict[int, int] = {}
     ahead = [call]
     while ahead:  # `nodes`, written out: a launch waits for this, and finds caches cold
         x = ahead.pop()
         kind = type(x)
         container = None if kind in _LEAVES else opened(x)
         if container is not None:
-            shapes.append((kind, container.names))
+            first = boxes.setdefault(id(x), len(shapes)) if isinstance(x, (list, dict)) else None
+            shapes.append((kind, container.names, first))
             ahead.extend(reversed(container.children))
         elif id(x) in seen:
             shapes.append(seen[id(x)])
@@ -195,15 +197,26 @@ def leaves(x: Any) -> list[Any]:
 
 
 def map_tree(leaf: Callable[[Any], Any], x: Any) -> Any:
-    """`x` built anew with `leaf(...)` in place of everything that is no container.
+    """`x` built anew with `leaf(...)` in place of everything that is no container. A list or dict
+    that is there twice is one in the result, too: it can be changed.
 
     >>> map_tree(lambda n: n + 1, {"a": [1, 2]})
     {'a': [2, 3]}
     """
-    container = opened(x)
-    if container is None:
-        return leaf(x)
-    return container.build([map_tree(leaf, child) for child in container.children])
+    boxes: dict[int, Any] = {}
+
+    def built(x: Any) -> Any:
+        container = opened(x)
+        if container is None:
+            return leaf(x)
+        if id(x) not in boxes:
+            made = container.build(list(map(built, container.children)))
+            if not isinstance(x, (list, dict)):
+                return made
+            boxes[id(x)] = made
+        return boxes[id(x)]
+
+    return built(x)
 
 
 def is_value(x: Any) -> bool:
@@ -328,7 +341,12 @@ class Edits:
 
 
 def _containers(x: Any) -> list[Any]:
-    return [node for _, node, container in nodes(x) if container is not None]
+    """In order. A list or dict that is there twice counts once: `signature` tells it, too."""
+    seen: dict[Any, Any] = {}
+    for _, node, container in nodes(x):
+        if container is not None:
+            seen.setdefault(id(node) if isinstance(node, (list, dict)) else object(), node)
+    return list(seen.values())
 
 
 def _contents(x: Any) -> list[Any]:

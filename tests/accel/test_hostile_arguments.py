@@ -60,6 +60,22 @@ ARGUMENTS: dict[str, tuple[Callable[..., Any], Arguments]] = {
         pops_from_a_dict,
         one_and(lambda draw: {"a": draw(2, 3), "b": 1}),
     ),
+    "a list twice": (
+        lambda x, xs, same: x * len(xs) + same[0],
+        lambda draw: (draw(2, 3), ys := [draw(2, 3), draw(2, 3)], ys),
+    ),
+    "popping from a list that is there twice": (
+        lambda xs, same: xs.pop() * 2 + sum(same),
+        lambda draw: (ys := [draw(2, 3), draw(2, 3)], ys),
+    ),
+    "popping from a dict that is there twice, deeper": (
+        lambda x, tree: x + tree["a"].pop("b") * len(tree["list"][0]),
+        lambda draw: (draw(2, 3), {"a": (d := {"b": draw(2, 3), "c": 1}), "list": [d]}),
+    ),
+    "a list that is there once or twice": (
+        lambda x, xs, other: x * xs.pop() + len(other),
+        lambda draw: (draw(2, 3), ys := [draw(2, 3)] * 2, ys if draw.seed % 2 else list(ys)),
+    ),
     "putting into a dict": (puts_in, one_and(lambda draw: {"a": 1})),
     "counting in a dict": (counts_in_its_argument, one_and(lambda draw: {"n": 1})),
     "changing one in place": (lambda x: x.add_(1) * 2, lambda draw: (draw(2, 3),)),

@@ -167,6 +167,19 @@ class TestTrees:
         assert tree == {"a": [1, 2]}
         assert leaves(tree) == [1, 2]
 
+    def test_a_list_that_is_there_twice_stays_one(self) -> None:
+        xs, pair = [1], (2,)
+        first, second, *tuples = map_tree(lambda leaf: leaf, [xs, xs, pair, pair])
+        assert first is second and first is not xs
+        assert tuples == [pair, pair]
+
+
+def test_one_list_twice_is_not_two_alike(backend: Backend) -> None:
+    xs = [1]
+    one, two = (signature(((xs, other), {}), backend) for other in (xs, [1]))
+    assert one.shapes != two.shapes
+    assert one.shapes == signature((((ys := [1]), ys), {}), backend).shapes
+
 
 class TestEdits:
     def edited(self, forward: Callable[[Any], Any], theirs: Any) -> Any:
