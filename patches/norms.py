@@ -17,9 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+from accel.patches.forward import PatchedMethod
 
 _EPSILONS = "variance_epsilon", "eps"
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_VALUES = {type(None), bool, int, float, str, torch.dtype}
+"""Kinds of settings that stay what they are: others may change, and are not kept alive here."""
 _SIZES = (1e-3, 1.0, 1e3)
 """Of the rows that a norm is tried on: beside the smallest the epsilon counts."""
 _CLOSE = {torch.float32: 1e-5, torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps}
@@ -40,7 +45,7 @@ def _zero_centred(rows: torch.Tensor, weight: torch.Tensor, epsilon: float | Non
 
 
 _forms: dict[Hashable, Form | None] = {}
-"""What was found for a class's forward with certain settings."""
+"""What was found for a class, its forward and certain settings."""
 
 
 @contextlib.contextmanager
@@ -56,14 +61,14 @@ def fused_norms(decoder: nn.Module) -> Iterator[int]:
     False
     """
     found = [(module, form) for module in decoder.modules() if (form := form_of(module))]
-    thread = threading.get_ident()
+    fused = [_FusedForward(norm, form) for norm, form in found]
     try:
-        for norm, form in found:
-            vars(norm)["forward"] = _fused(norm, form, thread)
-        yield len(found)
+        for forward in fused:
+            forward.install()
+        yield len(fused)
     finally:
-        for norm, _ in found:
-            vars(norm).pop("forward", None)
+        for forward in fused:
+            forward.retire()
 
 
 def form_of(module: nn.Module) -> Form | None:
@@ -80,28 +85,31 @@ def form_of(module: nn.Module) -> Form | None:
     if len(module._parameters) > 1 or module._modules or module._buffers:
         return None
     settings = {name: x for name, x in vars(module).items() if name not in _OF_EVERY_MODULE}
-    if "forward" in settings:
+    if not all(map(_is_value, settings.values())):  # a forward, among others
         return None
-    key = type(module).forward, len(weight), tuple(settings.items())
-    try:
-        if key not in _forms:
-            forms = (form for form in (_plain, _zero_centred) if _computes(module, form))
-            _forms[key] = next(forms, None)
-    except TypeError:  # a setting that may change
-        return None
+    # In words, in which True is not 1. A subclass may have the same forward, but other helpers.
+    key = type(module), type(module).forward, len(weight), repr(settings)
+    if key not in _forms:
+        forms = (form for form in (_plain, _zero_centred) if _computes(module, form))
+        _forms[key] = next(forms, None)
     return _forms[key]
 
 
+def _is_value(x: Any) -> bool:
+    return type(x) in _VALUES or (isinstance(x, tuple) and all(map(_is_value, x)))
+
+
 def _computes(module: Any, form: Form) -> bool:
-    """Whether they agree, tried with a copy of the module that has another weight."""
+    """Whether they agree, tried with a copy of the module that has another weight, and out of sight
+    of a recorder: it would take the trial for a part of the forward."""
     size = len(module.weight)
-    draw = torch.Generator("cpu").manual_seed(size)
-    rows = torch.randn(1, len(_SIZES), 2, size, generator=draw, device="cpu")
-    rows *= torch.tensor(_SIZES, device="cpu")[:, None, None]
-    weight = torch.randn(size, generator=draw, device="cpu")
     twin = copy.copy(module)
     try:
-        with torch.no_grad():
+        with _disable_current_modes(), torch.no_grad():
+            draw = torch.Generator("cpu").manual_seed(size)
+            rows = torch.randn(1, len(_SIZES), 2, size, generator=draw, device="cpu")
+            rows *= torch.tensor(_SIZES, device="cpu")[:, None, None]
+            weight = torch.randn(size, generator=draw, device="cpu")
             for dtype, close in _CLOSE.items():
                 vars(twin)["_parameters"] = {"weight": nn.Parameter(weight.to(dtype))}
                 own = type(module).forward(twin, rows.to(dtype))
@@ -118,22 +126,30 @@ def _epsilon(norm: Any) -> float | None:
     return epsilon
 
 
-def _fused(norm: Any, form: Form, thread: int) -> Callable[..., Any]:
-    """A forward in the place of the norm's own, which still runs in other threads, and for what
-    torch's function takes another way with (a mix of precisions, autocast)."""
-    own = norm.forward
+class _FusedForward(PatchedMethod):
+    """In the place of a norm's own forward, which still runs in other threads, and for what torch's
+    function takes another way with (a mix of precisions, autocast). Made in every call, so without
+    the signature that nobody reads meanwhile."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        mine = threading.get_ident() == thread and len(args) == 1 and not kwargs
-        if mine and _in_one_kernel(args[0], norm.weight):
-            return form(args[0], norm.weight, _epsilon(norm))
-        return own(*args, **kwargs)
+    __slots__ = ()
 
-    return forward
+    def __init__(self, norm: Any, form: Form) -> None:
+        thread = threading.get_ident()
+
+        def instead(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            mine = threading.get_ident() == thread and len(args) == 1 and not kwargs
+            if mine and _in_one_kernel(args[0], norm.weight):
+                return form(args[0], norm.weight, _epsilon(norm))
+            return own(*args, **kwargs)
+
+        self._module, self._name, self.original = norm, "forward", norm.forward
+        self._instead = instead
 
 
 def _in_one_kernel(hidden: Any, weight: torch.Tensor) -> bool:
     if type(hidden) is not torch.Tensor or hidden.dtype != weight.dtype:
+        return False
+    if hidden.shape[-1:] != weight.shape:  # one weight for all of a row
         return False
     kind = hidden.device.type
     return not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))

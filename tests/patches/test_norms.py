@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 import threading
+import weakref
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -11,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 from torch.nn import functional
 
@@ -84,10 +88,89 @@ def test_what_computes_something_else_is_left_alone(fault: str) -> None:
     assert form_of(Own(fault)) is None
 
 
-def test_settings_that_may_change_are_not_relied_on() -> None:
+class Scaled(Own):
+    """A norm that multiplies by a setting, too."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = getattr(self.scale, "now", self.scale)
+        return super().forward(x) * (2 if self.training or scale is True else scale)
+
+
+class Setting:
+    now = 1
+
+
+@pytest.mark.parametrize(
+    "setting", [[], (1, [2]), Setting(), torch.ones(1), len], ids=lambda x: type(x).__name__
+)
+def test_settings_that_may_change_are_not_relied_on(setting: Any) -> None:
     norm = Own()
-    norm.extra = []  # type: ignore[assignment]
+    norm.extra = setting
     assert form_of(norm) is None
+    assert form_of(Scaled(Setting())) is None
+
+
+def test_settings_that_compare_equal_are_told_apart() -> None:
+    assert form_of(Scaled(1).eval()) is not None
+    assert form_of(Scaled(True).eval()) is None
+    assert form_of(Scaled(1).train()) is None
+
+
+def test_settings_are_not_kept_alive() -> None:
+    norm, table = Own(), torch.ones(SIZE)
+    norm.table = table
+    form_of(norm)
+    gone = weakref.ref(table)
+    del norm, table
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_subclass_with_another_helper_is_a_norm_of_its_own() -> None:
+    gemma = norm_of("gemma2.Gemma2RMSNorm")
+
+    class Twice(type(gemma)):  # type: ignore[misc]
+        def _norm(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super()._norm(x)
+
+    assert form_of(gemma) is not None
+    assert form_of(Twice(SIZE)) is None
+
+
+def test_one_weight_for_all_of_a_row_is_the_models_own_way() -> None:
+    norm, rows = norm_of("llama.LlamaRMSNorm", 1), torch.randn(3, SIZE)
+    own = norm(rows)
+    with fused_norms(norm):
+        assert torch.equal(norm(rows), own)
+
+
+def test_a_copy_made_meanwhile_has_its_own_weights() -> None:
+    norm, rows = norm_of("llama.LlamaRMSNorm"), torch.randn(3, SIZE)
+    own = norm(rows)
+    with fused_norms(norm):
+        copies = copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))
+    for copied in copies:
+        copied.weight.mul_(2)
+        assert torch.equal(copied(rows), 2 * own)
+
+
+def test_a_hook_of_accelerate_put_there_meanwhile_stays() -> None:
+    norm, rows = norm_of("llama.LlamaRMSNorm"), torch.randn(3, SIZE)
+    own = norm(rows)
+    with fused_norms(norm):
+        add_hook_to_module(norm, Doubling())
+    assert torch.equal(norm(rows), 2 * own)
+    remove_hook_from_module(norm)
+    assert torch.equal(norm(rows), own)
+
+
+class Doubling(ModelHook):
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        return 2 * output
 
 
 def test_what_holds_more_than_a_weight_is_left_alone() -> None:
@@ -197,4 +280,19 @@ def test_a_runner_fuses_all_norms_of_a_body_or_none(
     with counting() as calls:
         assert torch.equal(own_hidden(model, prompt), own)
     assert calls.call_count == 0
+    runner.close()
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_norms_that_change_later_are_tried_out_of_the_recorders_sight(
+    automatic: bool, device: torch.device
+) -> None:
+    model, prompts = tiny_lm("llama", device), prompts_of(30, 12)
+    runner = accel.prefill_runner(model, max_tokens=64, attention="reference")
+    assert runner._graphs is not None
+    runner._graphs._ground.automatic = automatic
+    for norm in (m for m in model.modules() if form_of(m)):
+        norm.variance_epsilon = 3e-4 if automatic else 5e-4
+    runner(prompts)
+    assert runner.report.notes == [] and runner.report.eager_passes == 0
     runner.close()
