@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 NAME = "apply_rotary_pos_emb"
 _CLOSE = {torch.float32: 1e-5, torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps}
@@ -25,7 +26,8 @@ _CLOSE = {torch.float32: 1e-5, torch.bfloat16: 4 * torch.finfo(torch.bfloat16).e
 
 _here = threading.local()
 _installing = threading.Lock()
-_tried: dict[Callable[..., Any], bool] = {}
+_stand_ins: dict[Callable[..., Any], Callable[..., Any] | None] = {}
+"""By function; None for those that turn otherwise, and for stand-ins."""
 
 
 @contextlib.contextmanager
@@ -47,16 +49,15 @@ def fused_rotary(decoder: nn.Module) -> Iterator[None]:
 
 def _install(file: Any) -> None:
     own = getattr(file, NAME, None)
-    if not isinstance(own, types.FunctionType) or _tried.get(own) is False:
+    if not isinstance(own, types.FunctionType) or _stand_ins.get(own, own) is None:
         return
     with _installing:
-        own = getattr(file, NAME)
-        if own not in _tried:
-            _tried[own] = _turns_halves(own)
-            if _tried[own]:
-                stand_in = _stand_in(own)
-                _tried[stand_in] = False  # it needs none
-                setattr(file, NAME, stand_in)
+        if own not in _stand_ins:
+            _stand_ins[own] = _stand_in(own) if _turns_halves(own) else None
+        stand_in = _stand_ins[own]
+        if stand_in is not None:  # several files may have one function, or get it back
+            _stand_ins[stand_in] = None
+            setattr(file, NAME, stand_in)
 
 
 def _stand_in(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,10 +102,11 @@ def _fits(*args: Any) -> bool:
 
 
 def _turns_halves(own: Callable[..., Any]) -> bool:
-    """Whether a function does to `q, k, cos, sin` what `turned` does."""
+    """Whether a function does to `q, k, cos, sin` what `turned` does. Tried out of sight of a
+    recorder, which would take it for a part of the forward."""
     draw = torch.Generator("cpu").manual_seed(7)
     try:
-        with torch.no_grad():
+        with _disable_current_modes(), torch.no_grad():
             for dtype, close in _CLOSE.items():
                 q, k = (_drawn(draw, 1, heads, 5, 8).to(dtype) for heads in (3, 2))
                 cos, sin = (_drawn(draw, 1, 5, 8).to(dtype) for _ in range(2))

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import accel
 from accel.patches import rotary
@@ -115,6 +116,23 @@ def test_the_stand_in_is_there_once_and_tells_what_it_stands_for(llama: Any) -> 
         assert getattr(file_of("llama"), rotary.NAME) is first
     assert first.__name__ == rotary.NAME
     assert first.__wrapped__.__module__ == file_of("llama").__name__
+
+
+def test_files_that_share_a_function_or_get_it_back_are_all_served(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = getattr(file_of("llama"), rotary.NAME)
+    for _ in range(2):
+        for family in ("llama", "mistral"):
+            monkeypatch.setattr(file_of(family), rotary.NAME, stand_in.__wrapped__)
+            with fused_rotary(tiny_lm(family)):
+                assert getattr(file_of(family), rotary.NAME) is stand_in
+
+
+def test_functions_are_tried_out_of_sight_of_modes() -> None:
+    own = getattr(file_of("llama"), rotary.NAME)
+    with FakeTensorMode():
+        assert rotary._turns_halves(getattr(own, "__wrapped__", own))
 
 
 def test_it_can_still_be_compiled(llama: Any) -> None:
