@@ -49,6 +49,7 @@ class Ground:
     run: bool = True
     """Whether what is captured also runs: its results are nobody's."""
     _batch: torch.Tensor | None = None
+    _generation: int = -1
 
     def buffers(
         self, bucket: int, device: torch.device, slots: int = 0, pages: int = 0, bound: int = 0
@@ -56,11 +57,15 @@ class Ground:
         """Where a graph reads its batch: the same memory for all, as one runs at a time and loads
         its own before. Not with pages: behind the last one in use kernels may look at what lies
         there, which must be pages, too."""
+        if self._generation != self.pool.generation:  # the graphs that had it are gone
+            self._batch, self._generation = None, self.pool.generation
         within = None if pages else self._batch
-        made = Buffers.new(bucket, device, slots, pages, bound, within)
-        if made.nbytes and not pages:
-            self._batch = made.flat
-        return made
+        return Buffers.new(bucket, device, slots, pages, bound, within)
+
+    def share(self, buffers: Buffers) -> None:
+        """Has later graphs read their batches where one that is captured now reads its own."""
+        if buffers.nbytes:
+            self._batch = buffers.flat
 
 
 @contextlib.contextmanager
@@ -112,6 +117,7 @@ class BreakableBody:
             hidden = body.model.body(batch.ids, batch.positions, attending)
             self._check_breaks()
         self.output = ground.pool.backend.alias(hidden[0])
+        ground.share(self._buffers)
 
     def _check_breaks(self) -> None:
         fired = sum(b.kind == "attention" for b in self.graph.breaks)
@@ -165,6 +171,8 @@ class FullBody:
         with _on_all_ranks(body, ground, self.graph, self._buffers):
             hidden = self._record(batch)
         self.output = ground.pool.backend.alias(hidden[0])
+        if not pages:
+            ground.share(self._buffers)
 
     def _largest(self) -> Request:
         cache, ids = self._body.cache, (0,) * self.bucket

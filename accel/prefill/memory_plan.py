@@ -125,8 +125,8 @@ def plan_for(
 
 def _batch_bytes(body: PackedBody, ladder: Ladder, graphs: int) -> int:
     """Batch tensors: those of the largest bucket, which all graphs have in turns, or each graph's
-    own where there is a cache."""
-    if body.cache is None:
+    own where they hold pages: then there are two a bucket."""
+    if graphs == len(ladder.sizes):
         return 3 * ROW * ladder.largest + NUMBER * slot_numbers(body.slots, 0)
     rows = graphs // len(ladder.sizes) * sum(ladder.sizes)
     return 3 * ROW * rows + graphs * ROW * body.kv_bound

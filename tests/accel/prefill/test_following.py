@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from accel.graph import current_recording
 from accel.prefill.runner import PrefillRunner
 from tests.accel.common import scribble
 from tests.accel.prefill.tiny import TinyModel, prompts_of
@@ -249,6 +251,36 @@ def test_graphs_read_their_batches_in_turns_from_one_place(
     for lengths in ((1,), (largest,), (5, 3), (1,)):
         assert agrees(runner, tiny, prompts_of(*lengths))
     assert runner.report.eager_passes == 0
+
+
+@pytest.mark.parametrize("cache_tokens", [0, 96])
+def test_batch_tensors_are_counted_again_after_a_recapture(
+    tiny: TinyModel, make: Make, cache_tokens: int
+) -> None:
+    runner = make(tiny, cache_tokens=cache_tokens).capture()
+    taken = runner.report.buffer_bytes
+    assert 0 < taken <= runner.plan().buffers < 2 * taken
+    weight = next(tiny.module.parameters())
+    weight.data = weight.data.clone()
+    runner.capture()
+    assert runner.report.recaptures == 1 and runner.report.buffer_bytes == taken
+
+
+def test_batch_tensors_of_a_capture_that_failed_are_not_counted(
+    tiny: TinyModel, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, failed = tiny.body, list[int]()
+
+    def fails_once(ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        if current_recording() is not None and not failed:
+            failed.append(ids.numel())
+            raise RuntimeError("only the recorder knows")
+        return body(ids, *others)
+
+    monkeypatch.setattr(tiny, "body", fails_once)
+    runner = make(tiny).capture()
+    assert failed and runner.report.notes == []
+    assert runner.report.buffer_bytes == 3 * 8 * failed[0]
 
 
 def test_the_plan_is_near_what_capturing_takes(tiny: TinyModel, make: Make) -> None:
