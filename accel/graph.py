@@ -160,10 +160,14 @@ class Recording:
         _thread.recording, self.paused = None, True
         try:
             yield
+        except Exception as error:  # the forward may catch it, and go on
+            raised = f"a break raised {type(error).__name__}, which no replay would"
+            self.refusal = self.refusal or Refused(raised)
+            raise
         finally:
             _thread.recording = self
-        self.open()
-        self.paused = False  # not before: opening a segment writes the generator's seed
+            self.open()
+            self.paused = False  # not before: opening a segment writes the generator's seed
 
     def cut(self) -> None:
         """Ends a segment without a break: the device runs it while the host records those after the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 from typing import Any
@@ -20,6 +21,7 @@ from accel.graph import (
     eager_on_graph,
 )
 from accel.memory import Pool
+from tests.accel.same import assert_same
 
 
 @pytest.fixture
@@ -120,6 +122,33 @@ def test_a_break_may_write_into_what_it_is_given(graph: BreakableGraph, x: Tenso
     x.fill_(1)
     graph.replay()
     assert z.tolist() == [33.0] * 4
+
+
+def test_a_break_that_raises_where_the_forward_catches_it_is_no_recording(
+    pool: Pool, x: Tensor
+) -> None:
+    @eager_on_graph(pure=True)
+    def fails(x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    @eager_on_graph(pure=True)
+    def works(x: Tensor) -> Tensor:
+        return x + 1
+
+    def forward(x: Tensor) -> Tensor:
+        with contextlib.suppress(KeyError):
+            fails(x)
+        return works(x * 2) * 3
+
+    with pytest.raises(Refused, match="raised KeyError"), capture(BreakableGraph(pool)):
+        y = forward(x)
+        assert_same(y, (x * 2 + 1) * 3)
+    with pytest.raises(KeyError, match="mine"), capture(BreakableGraph(pool)):
+        fails(x)
+    graph = BreakableGraph(pool)
+    with capture(graph):
+        y = works(x)
+    assert_same(y, x + 1)
 
 
 def test_a_break_inside_a_break_is_plain(graph: BreakableGraph, x: Tensor) -> None:
