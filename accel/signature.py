@@ -203,20 +203,21 @@ def map_tree(leaf: Callable[[Any], Any], x: Any) -> Any:
     >>> map_tree(lambda n: n + 1, {"a": [1, 2]})
     {'a': [2, 3]}
     """
-    boxes: dict[int, Any] = {}
+    return _mapped(leaf, x, {})
 
-    def built(x: Any) -> Any:
-        container = opened(x)
-        if container is None:
-            return leaf(x)
-        if id(x) not in boxes:
-            made = container.build(list(map(built, container.children)))
-            if not isinstance(x, (list, dict)):
-                return made
-            boxes[id(x)] = made
+
+def _mapped(leaf: Callable[[Any], Any], x: Any, boxes: dict[int, Any]) -> Any:
+    """`boxes` are the lists and dicts that were met so far. (A nested function that calls itself
+    would keep them until garbage is collected.)"""
+    container = opened(x)
+    if container is None:
+        return leaf(x)
+    if id(x) in boxes:
         return boxes[id(x)]
-
-    return built(x)
+    made = container.build([_mapped(leaf, child, boxes) for child in container.children])
+    if isinstance(x, (list, dict)):
+        boxes[id(x)] = made
+    return made
 
 
 def is_value(x: Any) -> bool:
