@@ -17,7 +17,14 @@ from accel.patches import rotary
 from accel.patches.rotary import fused_rotary, turned
 from tests.patches.llm_families import own_hidden, prompts_of, tiny_lm
 
-TURN_HALVES = {"llama": True, "qwen3": True, "gemma3": True, "cohere": False, "gpt_oss": False}
+TURN_HALVES = {
+    "llama": True,
+    "qwen3": True,
+    "gemma3": True,
+    "cohere": False,
+    "gpt_oss": False,
+    "hunyuan_vl": False,  # does it in float32
+}
 
 
 def file_of(family: str) -> Any:
@@ -62,7 +69,13 @@ def test_a_function_that_turns_the_other_way_is_left_alone() -> None:
     def only_queries(q: Any, k: Any, cos: Any, sin: Any) -> Any:
         return turned(q, cos, sin), k
 
+    def by_head(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return own(q, k, cos, sin, 0)  # of one sequence the same
+
+    own = getattr(file_of("llama"), rotary.NAME)
+    own = getattr(own, "__wrapped__", own)
     assert not rotary._turns_halves(back) and not rotary._turns_halves(only_queries)
+    assert not rotary._turns_halves(by_head) and rotary._turns_halves(own)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
