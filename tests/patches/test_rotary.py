@@ -17,14 +17,7 @@ from accel.patches import rotary
 from accel.patches.rotary import fused_rotary, turned
 from tests.patches.llm_families import own_hidden, prompts_of, tiny_lm
 
-TURN_HALVES = {
-    "llama": True,
-    "qwen3": True,
-    "gemma3": True,
-    "cohere": False,
-    "gpt_oss": False,
-    "hunyuan_vl": False,  # does it in float32
-}
+TURN_HALVES = {"llama": True, "qwen3": True, "gemma3": True, "cohere": False, "gpt_oss": False}
 
 
 def file_of(family: str) -> Any:
@@ -76,6 +69,16 @@ def test_a_function_that_turns_the_other_way_is_left_alone() -> None:
     own = getattr(own, "__wrapped__", own)
     assert not rotary._turns_halves(back) and not rotary._turns_halves(only_queries)
     assert not rotary._turns_halves(by_head) and rotary._turns_halves(own)
+
+
+def test_a_function_that_computes_in_float32_is_left_alone() -> None:
+    """As HunYuan-VL's: fewer kernels in half precision would round worse."""
+
+    def wide(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        q_wide, k_wide, cos, sin = (x.float() for x in (q, k, cos, sin))
+        return turned(q_wide, cos, sin).type_as(q), turned(k_wide, cos, sin).type_as(k)
+
+    assert not rotary._turns_halves(wide)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
