@@ -88,13 +88,19 @@ class Segment:
     def prepare(self) -> None:
         """Begins to make a closed recording launchable, which takes as long as recording its work
         did, in another thread: that needs no lock of Python's. `ready` waits for it."""
-        self._launchable = _preparing.submit(_instantiate, self._graph, torch.cuda.current_device())
+        device = torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):  # the main thread has ended: `replay` does it
+            self._launchable = _preparing.submit(_instantiate, self._graph, device)
 
     def ready(self) -> None:
-        """Returns when the segment can be launched. Raises what the device reports if it cannot."""
-        if self._launchable is not None:
-            self._launchable.result()
-            self._launchable = None
+        """Returns when nothing is being prepared any more. Raises what the device reports if the
+        segment cannot be launched."""
+        launchable, self._launchable = self._launchable, None
+        try:
+            if launchable is not None:
+                launchable.result()
+        finally:
+            del launchable  # it holds its error, and so the frames that this came through
 
     def replay(self) -> None:
         """Runs the recorded work on the current stream."""

@@ -135,6 +135,8 @@ class Recording:
     def close(self, but: int = 0) -> None:
         """Ends the open segment. All that were closed, but for the last `but`, run for the first
         time, unless nobody needs their values."""
+        if self._segment is None and self.refusal is not None:
+            raise self.refusal  # it failed before, and the forward went on
         self._segment.end()
         segment, self._segment = self._segment, None
         self.graph.steps.append(segment)
@@ -156,18 +158,27 @@ class Recording:
     @contextlib.contextmanager
     def interrupted(self, but: int = 0) -> Iterator[None]:
         """Runs the body eagerly, between two segments: nothing inside is recorded or breaks."""
-        self.close(but)
+        with self._refusing("recording failed"):
+            self.close(but)
         _thread.recording, self.paused = None, True
         try:
-            yield
-        except Exception as error:  # the forward may catch it, and go on
-            raised = f"a break raised {type(error).__name__}, which no replay would"
-            self.refusal = self.refusal or Refused(raised)
-            raise
+            with self._refusing("no replay would see that a break raises"):
+                yield
         finally:
             _thread.recording = self
             self.open()
             self.paused = False  # not before: opening a segment writes the generator's seed
+
+    @contextlib.contextmanager
+    def _refusing(self, why: str) -> Iterator[None]:
+        """What the body raises the forward may catch, and go on."""
+        try:
+            yield
+        except Exception as error:
+            if self.refusal is None:
+                line = str(error).partition("\n")[0]
+                self.refusal = Refused(f"{why}: {type(error).__name__}: {line}")
+            raise
 
     def cut(self) -> None:
         """Ends a segment without a break: the device runs it while the host records those after the
@@ -219,6 +230,9 @@ class Recording:
         are taken back, for the eager rerun."""
         pool, segment = self.graph.pool, self._segment
         self._segment = None
+        for waiting in self._closed:  # or their memory would not come back with the pool
+            with contextlib.suppress(Exception):
+                waiting.ready()
         if segment is not None:
             try:
                 segment.end()

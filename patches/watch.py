@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from accel.patches.attention import OfThisThread
 from accel.patches.attributes import (
     DEPTH,
     HOOKS,
@@ -33,6 +34,8 @@ _UNREAD = OF_TORCH - {"_parameters", "_buffers", "_modules", *HOOKS}
 _TENSORS = ("_parameters", "_buffers")
 _KEPT_BOXES = (list, dict, set, deque)
 _OPENED = (*_KEPT_BOXES, tuple, frozenset)
+_OF_OTHERS = (PatchedMethod, OfThisThread)
+"""What patches, and prefill runners for the length of a call, put in a module's place."""
 
 
 class Watch:
@@ -106,7 +109,8 @@ class Watch:
             _fill_again(box, before)
         for layer, name, setting in zip(*self._places, self._set_to, strict=True):
             now = layer.get(name)
-            if now is not setting and not isinstance(now or setting, PatchedMethod):
+            theirs = isinstance(now, _OF_OTHERS) or isinstance(setting, _OF_OTHERS)
+            if now is not setting and not theirs:
                 layer[name] = setting
 
 
@@ -144,19 +148,18 @@ class Weights:
 def _fill_again(box: Any, before: Any) -> None:
     """Puts into a container what was in it."""
     if identities(box) != identities(before):
-        if _patches_in(box) != _patches_in(before):  # patched or unpatched meanwhile
-            before = _plain(before) | _patches_in(box)
+        if isinstance(box, dict):
+            before = _with_what_others_do(box, before)
         box.clear()
         (box.extend if isinstance(box, (list, deque)) else box.update)(before)
 
 
-def _patches_in(box: Any) -> dict[str, Any]:
-    named = list(box.items()) if isinstance(box, dict) else []
-    return {name: x for name, x in named if isinstance(x, PatchedMethod)}
-
-
-def _plain(box: dict[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in box.items() if not isinstance(x, PatchedMethod)}
+def _with_what_others_do(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
+    """`before`, but as it is `now` where something was patched, or unpatched, meanwhile."""
+    held = [*now.items(), *before.items()]
+    theirs = {name for name, x in held if isinstance(x, _OF_OTHERS)}
+    kept = {name: x for name, x in before.items() if name not in theirs}
+    return kept | {name: now[name] for name in theirs & now.keys()}
 
 
 class _Contents:

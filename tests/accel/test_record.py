@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -308,6 +309,40 @@ class TestCuts:
             both(seed)
         assert both.report.captures == 0
         assert "no room for a graph" in str(both.report.declined)
+
+    def test_the_first_error_is_told_where_the_forward_goes_on(
+        self, sim: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from tests.simulated.segment import SimulatedSegment
+
+        def fails(*of: Any) -> None:
+            raise RuntimeError("no room for a graph")
+
+        def goes_on(x: Tensor) -> Tensor:
+            with contextlib.suppress(RuntimeError):
+                return seven_ops(x)
+            return seven_ops(x + 5)
+
+        monkeypatch.setattr(SimulatedSegment, "ready", fails)
+        x, pool = torch.ones(4, device=sim), Pool(sim)
+        with pytest.raises(Refused, match="no room for a graph"), capture(BreakableGraph(pool)):
+            goes_on(x)
+        monkeypatch.undo()
+        assert_same(record(seven_ops, x)[1], seven_ops(x))
+
+    def test_a_recording_that_fails_waits_for_what_is_being_made_launchable(
+        self, sim: torch.device
+    ) -> None:
+        """Else its memory would not come back with the pool, for the eager call that is next."""
+        from tests.simulated.tensors import arena
+
+        x, pool = torch.ones(4, device=sim), Pool(sim)
+        with pytest.raises(torch.OutOfMemoryError), capture(BreakableGraph(pool)):
+            seven_ops(x)
+            waiting = arena.pools[pool.id].waiting
+            assert waiting
+            raise torch.OutOfMemoryError
+        assert not waiting
 
     def test_work_forked_across_a_cut_is_recorded_whole_the_next_time(
         self, device: torch.device, twin: MakeTwin
