@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import accel
 from accel.pipelines import zoo
 
-REPEATS, ROW, ROUNDS = 15, 10, 5
+REPEATS, ROW, ROUNDS, TURNS = 15, 10, 5, 3
 SLOW_REPEATS, SLOW_ROW = 5, 3
 SLOW = 100.0
 """Milliseconds of a forward from which on fewer are measured."""
@@ -46,6 +46,17 @@ def in_a_row(run: Callable[[], object]) -> float:
     """Median milliseconds a forward when several of them are queued without a wait."""
     row = SLOW_ROW if _timed(run, 1) > SLOW else ROW
     return statistics.median(_timed(run, row) for _ in range(5)) / row
+
+
+def in_turns(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Both figures of every way, each way's turn after the other's: a device that has warmed up is
+    slower than one that was idle."""
+    figures: dict[str, list[float]] = {}
+    for _ in range(TURNS):
+        for name, run in ways.items():
+            figures.setdefault(f"{name} alone", []).append(alone(run))
+            figures.setdefault(f"{name} in a row", []).append(in_a_row(run))
+    return {name: statistics.median(times) for name, times in figures.items()}
 
 
 def _timed(run: Callable[[], object], times: int) -> float:
@@ -108,20 +119,18 @@ def measure(name: str, size: int | None, lora: bool) -> dict[str, Any]:
     eager = {"eager alone": alone(run), "eager in a row": in_a_row(run)}
     expected = run()
     graph = bare_graph(run)
-    bare = {"bare graph alone": alone(graph.replay), "bare graph in a row": in_a_row(graph.replay)}
     accel.patch(denoiser)
     calls = [_timed(run, 1) for _ in range(4)]
     same = all(torch.equal(a, b) for a, b in zip(_tensors(run()), _tensors(expected), strict=True))
-    patched = {"patched alone": alone(run), "patched in a row": in_a_row(run)}
+    taken = in_turns({"bare graph": graph.replay, "patched": run})
     part = accel.report(denoiser)["module"]
     figures: dict[str, Any] = {"model": name, "lora": lora, "height": settings["height"]}
-    figures |= {**eager, **bare}
-    figures |= {**patched, "bit-equal": same, "first four patched calls": calls}
-    figures["patched over bare, alone"] = patched["patched alone"] / bare["bare graph alone"]
+    figures |= {**eager, **taken, "bit-equal": same, "first four patched calls": calls}
+    figures["patched over bare, alone"] = taken["patched alone"] / taken["bare graph alone"]
     figures["patched over bare, in a row"] = (
-        patched["patched in a row"] / bare["bare graph in a row"]
+        taken["patched in a row"] / taken["bare graph in a row"]
     )
-    figures["patched over eager, in a row"] = patched["patched in a row"] / eager["eager in a row"]
+    figures["patched over eager, in a row"] = taken["patched in a row"] / eager["eager in a row"]
     figures |= _recording_cost(denoiser, run, run_wider) if part.graphs else {}
     figures |= {"declined": part.declined, "graph MiB": accel.report(denoiser).pool_bytes / 2**20}
     accel.unpatch(denoiser)
