@@ -74,14 +74,13 @@ def signature(call: Any, backend: Backend) -> Signature:
     tensors: list[torch.Tensor] = []
     places: list[int] = []
     seen: dict[int, int] = {}
-    boxes: dict[int, int] = {}
     ahead = [call]
     while ahead:  # `nodes`, written out: a launch waits for this, and finds caches cold
         x = ahead.pop()
         kind = type(x)
         container = None if kind in _LEAVES else opened(x)
         if container is not None:
-            first = boxes.setdefault(id(x), len(shapes)) if isinstance(x, (list, dict)) else None
+            first = seen.setdefault(id(x), len(shapes)) if isinstance(x, (list, dict)) else None
             shapes.append((kind, container.names, first))
             ahead.extend(reversed(container.children))
         elif id(x) in seen:
