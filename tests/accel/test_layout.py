@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from accel.backend import Backend
-from accel.layout import bytes_of, distinct, like_in_memory, misalignment, overlaps
+from accel.layout import bytes_of, distinct, laid_out, like_in_memory, misalignment, overlaps, span
 
 
 @pytest.fixture
@@ -33,6 +33,39 @@ def test_misalignment(x: Tensor, backend: Backend) -> None:
     flat = x.flatten()
     assert [misalignment(flat[i : i + 4], backend) for i in (0, 1, 2, 4)] == [0, 4, 8, 0]
     assert misalignment(flat[1:2], backend) == 0
+
+
+def test_a_span_counts_gaps_but_neither_repetitions_nor_empty_tensors() -> None:
+    x = torch.arange(24.0).view(4, 6)
+    assert span(x) == 24
+    assert span(x[1:3, 2:4]) == 8
+    assert span(x.t()[::5]) == 24
+    assert span(x[0, :3].expand(7, 3)) == 3
+    assert span(x[0, 0]) == 1
+    assert [span(x[:0]), span(x[:, :0]), span(torch.empty(0))] == [0, 0, 0]
+
+
+def test_what_is_laid_out_is_read_and_written_where_it_lies(x: Tensor) -> None:
+    storage = x.untyped_storage()
+    column = laid_out(x[:2, 0], storage, 5)
+    assert column.tolist() == [5.0, 9.0]
+    column += 100
+    assert (x[1, 1].item(), x[2, 1].item()) == (105.0, 109.0)
+    assert laid_out(x[0, 3:].expand(3), storage, 2).tolist() == [2.0, 2.0, 2.0]
+    assert column._base is None
+
+
+def test_nothing_lies_before_the_memory_begins_and_an_empty_tensor_needs_none(
+    device: torch.device,
+) -> None:
+    storage = torch.arange(4.0).to(device).untyped_storage()
+    size = storage.nbytes()
+    like = torch.empty(2, device=device)
+    with pytest.raises(RuntimeError, match="offset -1"):
+        laid_out(like, storage, -1)
+    assert laid_out(like, storage, 2).tolist() == [2.0, 3.0]
+    assert laid_out(like.new_empty(3, 0), storage, 4).shape == (3, 0)
+    assert storage.nbytes() == size
 
 
 def test_a_buffer_like_another_is_laid_out_like_it(x: Tensor, backend: Backend) -> None:
