@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 from accel.patches.attention import NAME, accel_prefill, attending, implementation, register
-from accel.patches.norms import fused_norms
-from accel.patches.state import StateProbe
 from accel.prefill.attention import AttentionGroup, Unsupported
-from tests.patches.llm_families import own_hidden, own_logits, prompts_of, tiny_lm
+from tests.patches.llm_families import own_logits, prompts_of, tiny_lm
 
 Q, K = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)
 
@@ -161,31 +159,3 @@ def test_the_same_logits_before_and_after() -> None:
     before = own_logits(model, prompt)
     call(model)
     assert torch.equal(own_logits(model, prompt), before)
-
-
-def test_what_a_runner_sets_for_one_call_is_not_put_back_after_it() -> None:
-    """Another thread's recording of the same decoder was refused: what it found comes back."""
-    model = tiny_lm("llama", torch.device("cpu"))
-    prompt = prompts_of(9)[0]
-    own = own_hidden(model, prompt)
-    inside, go_on = threading.Event(), threading.Event()
-
-    def prefill() -> None:
-        with fused_norms(model), attending(model.model, lambda *of: of[0]):
-            inside.set()
-            go_on.wait()
-
-    running = threading.Thread(target=prefill)
-    running.start()
-    inside.wait()
-    probe = StateProbe(model)
-    probe()
-    put_back = probe.remember()
-    go_on.set()
-    running.join()
-    model.config.note = "by the call that did not count"
-    put_back()
-    assert model.config._attn_implementation == "sdpa"
-    assert not any("forward" in vars(m) for m in model.modules())
-    assert not hasattr(model.config, "note")
-    assert torch.equal(own_hidden(model, prompt), own)

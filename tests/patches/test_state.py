@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,8 +17,11 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 
+from accel.patches.attention import attending
+from accel.patches.norms import fused_norms
 from accel.patches.state import StateProbe
 from accel.pipelines import tiny
+from tests.patches.llm_families import own_hidden, prompts_of, tiny_lm
 from tests.patches.pair import Pair
 
 MakePair = Callable[..., Pair]
@@ -237,6 +241,34 @@ def test_an_object_lives_as_long_as_a_state_that_names_it() -> None:
     del before
     gc.collect()
     assert old() is None
+
+
+def test_what_a_runner_sets_for_one_call_is_not_put_back_after_it() -> None:
+    """Another thread's recording of the same decoder was refused: what it found comes back."""
+    model = tiny_lm("llama", torch.device("cpu"))
+    prompt = prompts_of(9)[0]
+    own = own_hidden(model, prompt)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def prefill() -> None:
+        with fused_norms(model), attending(model.model, lambda *of: of[0]):
+            inside.set()
+            go_on.wait()
+
+    running = threading.Thread(target=prefill)
+    running.start()
+    inside.wait()
+    probe = StateProbe(model)
+    probe()
+    put_back = probe.remember()
+    go_on.set()
+    running.join()
+    model.config.note = "by the call that did not count"
+    put_back()
+    assert model.config._attn_implementation == "sdpa"
+    assert not any("forward" in vars(m) for m in model.modules())
+    assert not hasattr(model.config, "note")
+    assert torch.equal(own_hidden(model, prompt), own)
 
 
 class _Own(nn.Module):
