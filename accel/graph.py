@@ -132,23 +132,24 @@ class Recording:
         self._segment = pool.backend.segment(pool.id)
         self._segment.begin()
 
-    def close(self, but: int = 0) -> None:
-        """Ends the open segment. All that were closed, but for the last `but`, run for the first
-        time, unless nobody needs their values."""
+    def close(self, waiting: int = 0) -> None:
+        """Ends the open segment. All that were closed run for the first time, unless nobody needs
+        their values; the last `waiting` do so later, and are made launchable meanwhile. Raises
+        `Refused` if this recording had failed before, and the forward went on."""
         if self._segment is None and self.refusal is not None:
-            raise self.refusal  # it failed before, and the forward went on
+            raise self.refusal
         self._segment.end()
         segment, self._segment = self._segment, None
         self.graph.steps.append(segment)
         self._closed.append(segment)
-        if but or not self._run:
+        if waiting or not self._run:
             segment.prepare()
         if self._run:
-            self.settle(but)
+            self.settle(waiting)
 
-    def settle(self, but: int = 0) -> None:
-        """Waits until segments can be launched, all but the last `but`, and runs them."""
-        while len(self._closed) > but:
+    def settle(self, waiting: int = 0) -> None:
+        """Waits until segments can be launched, all but the last `waiting`, and runs them."""
+        while len(self._closed) > waiting:
             segment = self._closed.pop(0)
             if self._run:
                 segment.replay()
@@ -156,10 +157,10 @@ class Recording:
                 segment.ready()
 
     @contextlib.contextmanager
-    def interrupted(self, but: int = 0) -> Iterator[None]:
+    def interrupted(self, waiting: int = 0) -> Iterator[None]:
         """Runs the body eagerly, between two segments: nothing inside is recorded or breaks."""
         with self._refusing("recording failed"):
-            self.close(but)
+            self.close(waiting)
         _thread.recording, self.paused = None, True
         try:
             with self._refusing("no replay would see that a break raises"):
@@ -171,7 +172,7 @@ class Recording:
 
     @contextlib.contextmanager
     def _refusing(self, why: str) -> Iterator[None]:
-        """What the body raises the forward may catch, and go on."""
+        """Notes what the body raises as the refusal: the forward may catch it, and go on."""
         try:
             yield
         except Exception as error:
@@ -184,7 +185,7 @@ class Recording:
         """Ends a segment without a break: the device runs it while the host records those after the
         next."""
         self._was_cut = True
-        with self.interrupted(but=1):
+        with self.interrupted(waiting=1):
             pass
 
     def run_break(self, step: Break, pure: bool) -> Any:
@@ -230,9 +231,9 @@ class Recording:
         are taken back, for the eager rerun."""
         pool, segment = self.graph.pool, self._segment
         self._segment = None
-        for waiting in self._closed:  # or their memory would not come back with the pool
+        while self._closed:  # or their memory would not come back with the pool
             with contextlib.suppress(Exception):
-                waiting.ready()
+                self._closed.pop().ready()
         if segment is not None:
             try:
                 segment.end()

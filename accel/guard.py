@@ -148,8 +148,9 @@ class WeightGuard:
     """
 
     def __init__(self, module: nn.Module | None, backend: Backend, on: Any = None) -> None:
-        self.module = weakref.ref(module) if module is not None else lambda: None
-        """The watched module, None if there is none, or no longer."""
+        self.module: Callable[[], nn.Module | None]
+        """Gives the watched module; None if there is none, or no longer."""
+        self.module = (lambda: None) if module is None else weakref.ref(module)
         self._backend, self._on = backend, on
         self.version = 0
         self._take_stock()
@@ -335,8 +336,8 @@ class Held:
         place = tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype
         if place in self._host:
             return
-        # An alias of our own: the model's tensor object then counts as a second holder. Made below
-        # autograd, where the recorder sees tensors, it would have a version of its own.
+        # An alias of our own: the model's tensor object then counts as a second holder. One made
+        # below autograd, where the recorder sees tensors, would count its own changes only.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             alias = tensor.detach()
         ours = _aliases.setdefault(alias.untyped_storage(), set())

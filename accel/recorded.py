@@ -1,7 +1,8 @@
 """One recording of one call: static inputs in, a graph, results out.
 
-Knows how a call is recorded rightly or refused, and how its result is given back so that it is the
-caller's own. Does not know when to record or which recording to use (runner.py).
+Knows how a call is recorded rightly or refused, how random generators are put back where it is, and
+how its result is given back so that it is the caller's own. Does not know when to record or which
+recording to use (runner.py).
 """
 
 from __future__ import annotations

@@ -201,15 +201,18 @@ class GraphRunner:
             except GuardMiss as miss:
                 self.report.guard_misses += 1
                 missed = miss
-        if missed is not None and not (
-            entry.drop_stale(self._guard.check_alive())  # weights moved, their old memory in use
-            or self._breaks_more_for(missed)
-        ):
-            entry.misses += 1
-            entry.decline_if_fruitless(1, f"no two calls agree: {missed}")
-            if entry.misses % 2 or entry.barred:  # a lazy cache may have been filled: once eagerly
-                return self._eager(str(missed), call)
+        if missed is None or self._is_explained(missed, entry):
+            return self._record(entry, key, call)
+        entry.misses += 1
+        entry.decline_if_fruitless(1, f"no two calls agree: {missed}")
+        if entry.misses % 2 or entry.barred:  # a lazy cache may have been filled: once more eagerly
+            return self._eager(str(missed), call)
         return self._record(entry, key, call)
+
+    def _is_explained(self, missed: GuardMiss, entry: Entry) -> bool:
+        """Whether a miss had a reason that is dealt with now: weights that moved while their old
+        memory was in use, or a module that becomes a break."""
+        return entry.drop_stale(self._guard.check_alive()) or self._breaks_more_for(missed)
 
     def _breaks_more_for(self, missed: GuardMiss) -> bool:
         """Counts where guards miss; modules of a class in which they keep missing become breaks,

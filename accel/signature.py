@@ -73,7 +73,7 @@ def signature(call: Any, backend: Backend) -> Signature:
     values: list[Any] = []
     tensors: list[torch.Tensor] = []
     places: list[int] = []
-    seen: dict[int, int] = {}
+    seen: dict[int, int] = {}  # lists and dicts by their node's number, tensors by their own
     ahead = [call]
     while ahead:  # `nodes`, written out: a launch waits for this, and finds caches cold
         x = ahead.pop()

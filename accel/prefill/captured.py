@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -48,11 +48,12 @@ class Ground:
     automatic: bool = False
     run: bool = True
     """Whether what is captured also runs: its results are nobody's."""
-    _batch: torch.Tensor | None = None
-    _generation: int = -1
+    _batch: torch.Tensor | None = field(default=None, init=False, repr=False)
+    """What captured graphs read their batches from, in the pool's generation of that number."""
+    _generation: int = field(default=-1, init=False, repr=False)
 
     def buffers(
-        self, bucket: int, device: torch.device, slots: int = 0, pages: int = 0, bound: int = 0
+        self, bucket: int, device: torch.device, slots: int = 0, pages: int = 0, kv_bound: int = 0
     ) -> Buffers:
         """Where a graph reads its batch: the same memory for all, as one runs at a time and loads
         its own before. Not with pages: behind the last one in use kernels may look at what lies
@@ -60,7 +61,7 @@ class Ground:
         if self._generation != self.pool.generation:  # the graphs that had it are gone
             self._batch, self._generation = None, self.pool.generation
         within = None if pages else self._batch
-        return Buffers.new(bucket, device, slots, pages, bound, within)
+        return Buffers.new(bucket, device, slots, pages, kv_bound, within)
 
     def share(self, buffers: Buffers) -> None:
         """Has later graphs read their batches where one that is captured now reads its own."""

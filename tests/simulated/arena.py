@@ -79,7 +79,8 @@ class Pool:
         self.segments = 0  # recordings that still need this pool
         self.opened = False
         self.recording = False  # stays so when a recording was spoilt
-        self.waiting: set[int] = set()  # segments that have yet to run for the first time
+        # What segments that have yet to run for the first time may read, by their identities.
+        self.waiting: dict[int, dict[int, int]] = {}
         self._recent: dict[int, list[int]] = {}
         self._by_size: list[tuple[int, int]] = []
         self._by_start: dict[int, int] = {}

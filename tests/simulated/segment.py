@@ -66,13 +66,12 @@ class SimulatedSegment:
 
     def poison(self, view: torch.Tensor) -> None:
         """Makes a recorded result unreadable until it is computed. Not where an earlier segment's
-        tensor lay when this one began: what was recorded before may still have to read it. Nor
-        while an earlier segment waits for its first replay: it may read what is freed since."""
-        if self.pool.waiting:
-            return
+        tensor lay when this one began, or one that waits for its first replay: these may still have
+        to read it."""
         begin = view.untyped_storage().data_ptr() + view.storage_offset() * view.itemsize
         end = begin + span(view.size(), view.stride()) * view.itemsize
-        if not any(a < end and begin < a + size for a, size in self._carried.items()):
+        read = (self._carried, *self.pool.waiting.values())
+        if not any(a < end and begin < a + size for blocks in read for a, size in blocks.items()):
             poison(view)
 
     def begin(self) -> None:
@@ -107,11 +106,11 @@ class SimulatedSegment:
         """Notes that it waits for its first replay, or for `ready`."""
         if not self._recorded:
             raise RuntimeError("prepare() of a segment that holds no finished recording")
-        self.pool.waiting.add(id(self))
+        self.pool.waiting[id(self)] = self._carried
 
     def ready(self) -> None:
         """It is, here."""
-        self.pool.waiting.discard(id(self))
+        self.pool.waiting.pop(id(self), None)
 
     def replay(self) -> None:
         """Runs the recorded operators on the current stream."""
@@ -141,7 +140,7 @@ class SimulatedSegment:
         if self.invalid:
             card.aborts += 1
         self.pool.segments -= 1
-        self.pool.waiting.discard(id(self))
+        self.pool.waiting.pop(id(self), None)
         card.drop_workspace(self._stream)
         card.forget_segment(self)
 

@@ -30,6 +30,25 @@ def test_results_are_poison_until_the_replay(sim: torch.device, record: Record) 
     assert b.all().item()
 
 
+def test_results_are_poison_also_while_an_earlier_segment_waits(
+    sim: torch.device, record: Record
+) -> None:
+    """But where that may read: what it was given, and has been freed since."""
+    x = torch.ones(4, device=sim)
+    first, (y, spare) = record(lambda: (x + 1, x + 2))
+    first.replay()
+    second, z = record(lambda: spare * 3)
+    second.prepare()
+    address = spare.data_ptr()
+    del spare
+    third, (over, beside) = record(lambda: (z + 1, y - 1))
+    assert address in (over.data_ptr(), beside.data_ptr())
+    assert [x.isnan().any().item() for x in (over, beside)].count(False) == 1
+    second.replay()
+    third.replay()
+    assert (z.tolist(), over.tolist(), beside.tolist()) == ([9.0] * 4, [10.0] * 4, [1.0] * 4)
+
+
 def test_a_replay_follows_its_inputs(sim: torch.device, record: Record) -> None:
     x, weight = torch.randn(4, 8, device=sim), torch.randn(8, 8, device=sim)
     segment, y = record(lambda: F.softmax(x @ weight, -1).t())
