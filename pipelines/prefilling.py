@@ -74,6 +74,8 @@ def fulfil(order: Order) -> dict[str, Any]:
             language_loading.quiet()
         if order.plan:
             return _planned(order, model, where)
+        if order.mode != "eager":
+            acceleration.tell_missing(where.device)
         with status_shown() as tell:
             tell(f"loading {order.model}")
             speaker = language_loading.load(model, where, trust=order.trust)
@@ -131,7 +133,7 @@ def answered(order: Order, speaker: Speaker, texts: list[Text]) -> dict[str, Any
     long it took."""
     runner = _runner(order, speaker)
     try:
-        _tell(order, speaker, runner)
+        _tell_declined(runner)
         if runner.report.mode != "eager":
             with captures_shown() as on_capture:
                 runner.capture(progress=on_capture)
@@ -164,11 +166,9 @@ def _runner(order: Order, speaker: Speaker) -> Any:
     )
 
 
-def _tell(order: Order, speaker: Speaker, runner: Any) -> None:
+def _tell_declined(runner: Any) -> None:
     if runner.report.declined is not None:
         note(f"prompts run one by one through the model's own forward: {runner.report.declined}")
-    elif order.mode != "eager":
-        acceleration.tell_missing(speaker.where.device)
 
 
 def _ways(order: Order, speaker: Speaker, runner: Any) -> tuple[Way, Way | None]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel.pipelines import acceleration, loading
+from accel.pipelines import acceleration, language_loading, loading
 
 Cli = Callable[..., Any]
 Folder = Callable[[str], Path]
@@ -52,30 +52,34 @@ def test_what_is_missing_and_what_changes_that_is_one_line(
 def heard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What stood on stderr when weights were about to be loaded, once a load."""
     heard: list[str] = []
-    load = loading.load
 
-    def loaded(*arguments: Any, **options: Any) -> Any:
-        heard.append(capsys.readouterr().err)
-        return load(*arguments, **options)
+    def listening(load: Callable[..., Any]) -> Callable[..., Any]:
+        def loaded(*arguments: Any, **options: Any) -> Any:
+            heard.append(capsys.readouterr().err)
+            return load(*arguments, **options)
 
-    monkeypatch.setattr(loading, "load", loaded)
+        return loaded
+
+    for module in (loading, language_loading):
+        monkeypatch.setattr(module, "load", listening(module.load))
     return heard
 
 
 @pytest.mark.parametrize(
     ("command", "still"),
     [
-        (("verify", "--runs", "1"), "eager runs are compared with each other"),
-        (("bench", "--repeats", "1"), "two times the same is timed"),
+        (("verify", "SD15", "--runs", "1", *SMALL), "; eager runs are compared with each other"),
+        (("bench", "SD15", "--repeats", "1", *SMALL), "; two times the same is timed"),
+        (("prefill", "a red", "--repeats", "1", "--max-tokens", "64", "--device", "cpu"), ""),
     ],
 )
 def test_it_is_said_before_anything_is_loaded_or_drawn(
     accel_cli: Cli, saved: Folder, heard: list[str], command: tuple[str, ...], still: str
 ) -> None:
-    done = accel_cli(command[0], saved("sd15"), *command[1:], *SMALL)
+    done = accel_cli(*(saved("sd15") if part == "SD15" else part for part in command))
     assert (done.code, done.err) == (0, "")
     (said,) = heard
-    assert said.startswith("accel: nothing is accelerated: ") and said.endswith(f"; {still}\n")
+    assert said == f"accel: nothing is accelerated: {acceleration.missing(CPU)}{still}\n"
 
 
 def test_generate_says_it_once_and_not_per_picture(

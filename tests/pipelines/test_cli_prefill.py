@@ -17,10 +17,10 @@ import torch
 
 from accel.pipelines import prefilling
 from accel.pipelines.demo_lm.corpus import held_out_captions, shuffled
+from tests.pipelines.conftest import HERE
 
 Cli = Callable[..., Any]
 
-HERE = "cuda" if torch.cuda.is_available() else "cpu"
 FEW = ("--max-tokens", "256", "--repeats", "1")
 
 
@@ -142,7 +142,10 @@ BAD = {
     "a folder": (("--prompts", "."), "--prompts .: cannot be read: Is a directory"),
     "no text": (("--prompts", "bytes"), "--prompts bytes: cannot be read: "),
     "empty file": (("--prompts", "nothing"), "--prompts nothing: no prompt in it"),
-    "too long": (("a b c", "--max-tokens", "3"), "4 tokens, the limit is 3: --max-tokens raises"),
+    "too long": (
+        ("a b c", "--max-tokens", "3", "--mode", "eager"),
+        "4 tokens, the limit is 3: --max-tokens raises",
+    ),
     "no such model": (
         ("x", "--model", "nowhere"),
         "no such model folder: nowhere (a model is demo, ",
@@ -311,8 +314,9 @@ def test_a_declined_model_runs_as_it_is_and_says_why(accel_cli: Cli, tmp_path: P
     folder = _declined(tmp_path / "declined")
     done = accel_cli("prefill", "a red", "two", "-m", folder, *FEW, "--compare", "--json")
     assert done.code == 0, done.err
-    assert done.complaint.startswith("accel: prompts run one by one through the model's own fo")
-    assert "dynamic RoPE" in done.complaint
+    (told,) = done.remarks()
+    assert told.startswith("accel: prompts run one by one through the model's own forward: ")
+    assert "dynamic RoPE" in told
     result = json.loads(done.out)
     assert result["report"]["declined"]
     assert result["report"]["captures"] == 0
