@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from accel.pipelines import options, spreading
-from accel.pipelines.console import forgive_letters, note, print_json
+from accel.pipelines.console import escape_what_stdout_cannot_encode, note, print_json
 from accel.pipelines.errors import BadInput, explained
 from accel.pipelines.models import Trust
 
@@ -46,7 +46,7 @@ def accel(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code. Errors are one line on stderr."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    forgive_letters()
+    escape_what_stdout_cannot_encode()
     try:
         _refuse_a_folder_that_is_gone()
         code = app(given, standalone_mode=False)

@@ -40,7 +40,7 @@ def _finite(content: Any) -> Any:
     return [_finite(x) for x in content] if isinstance(content, (list, tuple)) else content
 
 
-def forgive_letters() -> None:
+def escape_what_stdout_cannot_encode() -> None:
     """From now on a letter that stdout has no code for is written as its number, where it would end
     the program: file names and prompts may hold any."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":

@@ -44,7 +44,7 @@ def unreachable(name: str, option: str) -> str | None:
     return f"{where} cannot be reached: {first_line(failures[0])}"
 
 
-def given(
+def fetched(
     name: str, option: str, download: Callable[[bool], Path], unreachable: str | None
 ) -> Path:
     """What `download` gets of `name`: with True from the cache alone, as where the hub is

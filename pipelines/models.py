@@ -115,17 +115,21 @@ def is_hub_id(name: str) -> bool:
     return hub_like and not os.path.exists(name)
 
 
-def sought(name: str, resolve: Callable[[str | None], T]) -> Callable[[], T]:
-    """What gives the model that `resolve` (why the hub is unreachable, if it is -> the model) makes
-    of `name`. Where nothing has to be downloaded that is done at once: what is missing is told
-    before torch is loaded; a download waits until what is sought is asked for."""
+def sought(name: str, find: Callable[[str | None], T]) -> Callable[[], T]:
+    """Looks for the model called `name`, and returns a function that gives it. `find` makes the
+    model; it is told why the hub cannot be asked, or None.
+
+    What is on disk, or in the cache of a hub out of reach, is found at once, so that what is
+    missing is told before torch is loaded. A download waits for the call of what is returned.
+    Raises `BadInput` in one line if there is no such model, or if it is refused; for a download
+    the call of what is returned raises that too."""
     if not is_hub_id(name):
-        model = resolve(None)
+        model = find(None)
         return lambda: model
     unreachable = hub.unreachable(name, "--model")
     if unreachable is None:
-        return lambda: resolve(None)
-    cached = resolve(unreachable)
+        return lambda: find(None)
+    cached = find(unreachable)
     hub.tell_cached(name, unreachable)
     return lambda: cached
 
@@ -144,7 +148,7 @@ def located(
     if os.path.isfile(path):
         raise BadInput(f"{name} is a file: {_NAMES}")
     if is_hub_id(name):
-        return hub.given(name, "--model", download, unreachable)
+        return hub.fetched(name, "--model", download, unreachable)
     raise BadInput(f"no such model folder: {name} ({_NAMES})")
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from accel.pipelines.console import forgive_letters, print_json
+from accel.pipelines.console import escape_what_stdout_cannot_encode, print_json
 
 
 def test_what_is_no_number_is_null(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,6 +23,6 @@ def test_a_letter_that_stdout_has_no_code_for_ends_nothing(
 ) -> None:
     stdout = io.TextIOWrapper(io.BytesIO(), codes)
     monkeypatch.setattr("sys.stdout", stdout)
-    forgive_letters()
+    escape_what_stdout_cannot_encode()
     print("größer", flush=True)
     assert stdout.buffer.getvalue() == (told or "größer\n".encode())
