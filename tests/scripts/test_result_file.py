@@ -53,7 +53,7 @@ def test_a_tree_that_differs_is_told_and_a_new_file_is_no_difference(
     assert script.commit(committed)["commit"] == f"{clean}-dirty"
 
 
-def test_an_exported_tree_has_no_commit(script: Any, committed: Path, tmp_path: Path) -> None:
+def test_an_exported_tree_has_no_commit(script: Any, committed: Path) -> None:
     exported = committed.parent / "exported" / "script.py"
     exported.parent.mkdir()
     exported.write_text("1\n", encoding="utf-8")
