@@ -37,7 +37,7 @@ def test_results_are_poison_also_while_an_earlier_segment_waits(
     x = torch.ones(4, device=sim)
     first, (y, spare) = record(lambda: (x + 1, x + 2))
     first.replay()
-    second, z = record(lambda: spare * 3)
+    second, z = record(lambda x: x * 3, spare)
     second.prepare()
     address = spare.data_ptr()
     del spare
