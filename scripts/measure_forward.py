@@ -186,8 +186,10 @@ def main() -> None:
     """Measures the models named on the command line and writes one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="+", help="zoo names, each with :SIZE if wanted")
-    parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--output", type=Path, help="the JSON file to write")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA GPU here, which this measures")
     rows = []
     for model in options.models:
         name, _, size = model.removesuffix("+lora").partition(":")

@@ -118,8 +118,10 @@ def main() -> None:
     """Measures the schedulers named on the command line, all by default."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("schedulers", nargs="*", default=list(SCHEDULERS))
-    parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--output", type=Path, help="the JSON file to write")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA GPU here, which this measures")
     diffusers.utils.logging.set_verbosity_error()
     flow = [name for name in options.schedulers if name in FLOW]
     named = {"sdxl": [name for name in options.schedulers if name not in FLOW], "sd35m": flow}

@@ -147,8 +147,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("steps", nargs="*", type=int, default=list(STEPS))
     parser.add_argument("--pictures", type=int, default=PICTURES, help="of each row, timed")
-    parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--output", type=Path, help="the JSON file to write")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA GPU here, which this measures")
     diffusers.utils.logging.set_verbosity_error()
     rows: list[dict[str, Any]] = []
     for steps in options.steps:

@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     """What the script takes."""
     made = argparse.ArgumentParser(description=__doc__)
     made.add_argument("model", help=f"NAME or NAME:LAYERS of {', '.join(zoo_language.names())}")
-    made.add_argument("--output", type=Path, required=True, help="the JSON file to write")
+    made.add_argument("--output", type=Path, help="the JSON file to write")
     made.add_argument("--tokens", type=numbers, default=numbers(TOKENS), help="one request each")
     made.add_argument("--batch", type=numbers, action="append", default=[], help="several requests")
     made.add_argument("--between", action="store_true", help="also each bucket's size plus one")
@@ -214,6 +214,8 @@ def capture(session: Session, modes: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures one model. 1 if something failed, which the file tells."""
     options = parser().parse_args(arguments)
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        parser().error(f"--device {options.device}: there is no CUDA GPU here")
     unknown = set(options.ways.split(",")) - set(WAYS)
     if unknown:
         parser().error(f"--ways: there is no {', '.join(unknown)}; ways are {', '.join(WAYS)}")

@@ -29,9 +29,10 @@ def as_text(device: torch.device, facts: dict[str, Any]) -> str:
     return json.dumps(made | facts, indent=1) + "\n"
 
 
-def write(path: Path, device: torch.device, facts: dict[str, Any]) -> None:
-    """Writes them to a file."""
-    path.write_text(as_text(device, facts))
+def write(path: Path | None, device: torch.device, facts: dict[str, Any]) -> None:
+    """Writes them to a file, if there is to be one."""
+    if path is not None:
+        path.write_text(as_text(device, facts))
 
 
 def commit(file: Path = Path(__file__)) -> dict[str, str]:

@@ -285,6 +285,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path, help="the JSON file to write")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA GPU here, which this puts under load")
     device = torch.device(options.device)
     result = soak_in_processes(
         options.processes, device, options.calls, options.threads, options.seconds

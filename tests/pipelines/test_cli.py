@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,6 +28,24 @@ def test_every_command_has_help(accel_cli: Cli, command: str) -> None:
     done = accel_cli(command, "--help")
     assert (done.code, done.err) == (0, "")
     assert "--json" in done.out
+
+
+@pytest.mark.parametrize(("given", "then"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_that_wait_do_not_spin_unless_told_to(
+    given: str | None, then: str, accel_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that what the command sets is taken back
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    assert accel_cli("--version").code == 0
+    assert os.environ["OMP_WAIT_POLICY"] == then
+
+
+def test_the_policy_is_set_before_torch_is_loaded() -> None:
+    program = "import sys; from accel.pipelines import cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n"
 
 
 def test_the_version_is_told(accel_cli: Cli) -> None:
