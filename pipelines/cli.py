@@ -46,9 +46,7 @@ def accel(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code. Errors are one line on stderr."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    # Before torch is loaded. Threads that spin while they wait take shared cores from each other:
-    # a picture on a busy machine took 6 to 60 seconds instead of one and a half.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _spin_briefly()
     escape_what_stdout_cannot_encode()
     try:
         _refuse_a_folder_that_is_gone()
@@ -72,6 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = explained(error)
         note(str(known))
         return known.exit_code
+
+
+def _spin_briefly() -> None:
+    """To be called before torch is loaded, whose threads else spin for milliseconds while they wait
+    for each other: where cores are shared they take them from each other, and a picture that needs
+    one second took six, or sixty. Not to spin at all costs half a second where cores are free."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _refuse_a_folder_that_is_gone() -> None:

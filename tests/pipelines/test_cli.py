@@ -30,19 +30,27 @@ def test_every_command_has_help(accel_cli: Cli, command: str) -> None:
     assert "--json" in done.out
 
 
-@pytest.mark.parametrize(("given", "then"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_that_wait_do_not_spin_unless_told_to(
-    given: str | None, then: str, accel_cli: Cli, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("given", "then"),
+    [
+        ({}, "10000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, None),
+    ],
+)
+def test_threads_that_wait_spin_briefly_unless_told_otherwise(
+    given: dict[str, str], then: str | None, accel_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that what the command sets is taken back
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    if given is not None:
-        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")  # so that what the command sets is taken back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     assert accel_cli("--version").code == 0
-    assert os.environ["OMP_WAIT_POLICY"] == then
+    assert os.environ.get("GOMP_SPINCOUNT") == then
 
 
-def test_the_policy_is_set_before_torch_is_loaded() -> None:
+def test_that_is_said_before_torch_is_loaded() -> None:
     program = "import sys; from accel.pipelines import cli; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "False\n"
