@@ -214,13 +214,13 @@ def capture(session: Session, modes: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures one model. 1 if something failed, which the file tells."""
     options = parser().parse_args(arguments)
-    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        parser().error(f"--device {options.device}: there is no CUDA GPU here")
     unknown = set(options.ways.split(",")) - set(WAYS)
     if unknown:
         parser().error(f"--ways: there is no {', '.join(unknown)}; ways are {', '.join(WAYS)}")
     if options.memory and torch.device(options.device).type != "cuda":
         parser().error(f"--memory: the peak of {options.device} cannot be read, that of CUDA can")
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        parser().error(f"--device {options.device}: there is no CUDA GPU here")
     session = Session(options)
     measure(session)
     return int(session.failed)
