@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import _disable_current_modes
 
 from accel.patches.forward import PatchedMethod
+from accel.patches.trial import CLOSE, out_of_sight
 
 _EPSILONS = "variance_epsilon", "eps"
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -27,8 +27,6 @@ _VALUES = {type(None), bool, int, float, str, torch.dtype}
 """Kinds of settings that stay what they are: others may change, and are not kept alive here."""
 _SIZES = (1e-3, 1.0, 1e3)
 """Of the rows that a norm is tried on: beside the smallest the epsilon counts."""
-_CLOSE = {torch.float32: 1e-5, torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps}
-"""Relative differences that another order of the sum and another rounding explain."""
 
 Form = Callable[[torch.Tensor, torch.Tensor, "float | None"], torch.Tensor]
 """Normed rows of `[..., size]`, a weight of `[size]` and an epsilon."""
@@ -105,12 +103,12 @@ def _computes(module: Any, form: Form) -> bool:
     size = len(module.weight)
     twin = copy.copy(module)
     try:
-        with _disable_current_modes(), torch.no_grad():
+        with out_of_sight():
             draw = torch.Generator("cpu").manual_seed(size)
             rows = torch.randn(1, len(_SIZES), 2, size, generator=draw, device="cpu")
             rows *= torch.tensor(_SIZES, device="cpu")[:, None, None]
             weight = torch.randn(size, generator=draw, device="cpu")
-            for dtype, close in _CLOSE.items():
+            for dtype, close in CLOSE.items():
                 vars(twin)["_parameters"] = {"weight": nn.Parameter(weight.to(dtype))}
                 own = type(module).forward(twin, rows.to(dtype))
                 ours = form(rows.to(dtype), twin.weight, _epsilon(twin))
