@@ -182,7 +182,8 @@ def _result(eager: Side, patched: Side, comparison: Comparison, report: Report) 
             "first_s": patched.warm_up[0],
             "setup_s": sum(patched.warm_up) - settled * len(patched.warm_up),
         },
-        "ratio": median(eager.seconds) / settled,
+        # Where nothing was patched, the same was timed twice: no result.
+        "ratio": median(eager.seconds) / settled if report.inactive is None else None,
         "pictures_equal": all(p == eager.pictures[0] for p in eager.pictures + patched.pictures),
         "latents_equal": comparison.latents_equal,
         "pixel_variance": comparison.pixel_variance,

@@ -22,7 +22,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.set_yticks([0, 1], ["patched", "eager"])
     axes.set_xlabel("seconds per picture (bar: median, ticks: single pictures)")
     axes.set_xlim(0, 1.2 * max(*result["eager"]["seconds"], *result["patched"]["seconds"]))
-    axes.set_title(f"{title(result)}: {result['ratio']:.2f}x", fontsize=10)
+    ratio = result["ratio"]
+    outcome = "not accelerated here" if ratio is None else f"{ratio:.2f}x"
+    axes.set_title(f"{title(result)}: {outcome}", fontsize=10)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

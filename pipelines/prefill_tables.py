@@ -9,6 +9,12 @@ from rich.table import Table
 
 from accel.pipelines.tables import gib, new_console, say
 
+PADDING = (
+    "a batch is padded to a bucket, 64 tokens or more, and its attention is plain torch: on a CPU "
+    "that can be slower than the model's own forward"
+)
+"""Why packed prefill may lose where no graph makes up for it."""
+
 SHOWN = 72
 """Letters of a prompt that a heading shows."""
 
@@ -107,13 +113,22 @@ def _remarks(result: dict[str, Any]) -> Iterator[str]:
     yield (f"{texts}, {tokens}, {groups}; {result['model']}, {result['dtype']}, {result['device']}")
     yield from _graphs(result["report"])
     if result["own"] is not None:
+        yield from _outcome(result)
         gap = result["difference"]
         same = gap.get("same_next_token")
         most = "" if same is None else f"; same most likely token: {same} of {texts}"
         yield (
-            f"own / prefill: {result['ratio']:.2f}; largest difference of a log-probability: "
-            f"{gap['largest_log_probability']:.2g}{most}"
+            f"largest difference of a log-probability: {gap['largest_log_probability']:.2g}{most}"
         )
+
+
+def _outcome(result: dict[str, Any]) -> Iterator[str]:
+    if result["inactive"] is None:
+        yield f"own / prefill: {result['ratio']:.2f}"
+        return
+    yield f"not accelerated here: {result['inactive']}"
+    if result["report"]["declined"] is None:
+        yield PADDING
 
 
 def _graphs(report: dict[str, Any]) -> Iterator[str]:

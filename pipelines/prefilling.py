@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from accel.pipelines import (
@@ -144,8 +145,10 @@ def answered(order: Order, speaker: Speaker, texts: list[Text]) -> dict[str, Any
         with status_shown() as tell:
             ways = [way for way in (ours, own) if way is not None]
             read_in_turns(ways, groups, speaker.where.device, order.repeats, tell)
+        inactive = acceleration.missing(speaker.where.device) or runner.report.declined
         return {
             **_answers(order, speaker, texts, ours, own),
+            **_compared(order, ours, own, inactive),
             "batches": len(groups),
             # What dataclasses make of a Counter is a Counter of pairs.
             "report": {**asdict(runner.report), "reasons": dict(runner.report.reasons)},
@@ -186,19 +189,28 @@ def _ways(order: Order, speaker: Speaker, runner: Any) -> tuple[Way, Way | None]
 def _answers(
     order: Order, speaker: Speaker, texts: list[Text], ours: Way, own: Way | None
 ) -> dict[str, Any]:
-    tokens = sum(len(text.ids) for text in texts)
     pairs = zip(texts, ours.found, strict=True)
     if order.score:
         told = [answers.score(speaker, text, row) for text, row in pairs]
     else:
         told = [answers.next_tokens(speaker, text, row, order.top) for text, row in pairs]
-    result: dict[str, Any] = {"prompts": told, "tokens": tokens}
-    result |= {"prefill": ours.to_dict(tokens), "own": None}
-    if own is not None:
-        result["own"] = own.to_dict(tokens)
-        result["ratio"] = result["own"]["median_s"] / result["prefill"]["median_s"]
-        result["difference"] = answers.difference(ours.found, own.found, scores=order.score)
-    return result
+    tokens = sum(len(text.ids) for text in texts)
+    return {
+        "prompts": told,
+        "tokens": tokens,
+        "prefill": ours.to_dict(tokens),
+        "own": None if own is None else own.to_dict(tokens),
+    }
+
+
+def _compared(order: Order, ours: Way, own: Way | None, inactive: str | None) -> dict[str, Any]:
+    """How much faster than `own` ours was, and how far apart they are. Where nothing was
+    accelerated there is a reason, `inactive`, and no ratio."""
+    if own is None:
+        return {"inactive": inactive}
+    ratio = median(own.seconds) / median(ours.seconds) if inactive is None else None
+    difference = answers.difference(ours.found, own.found, scores=order.score)
+    return {"inactive": inactive, "ratio": ratio, "difference": difference}
 
 
 def _planned(

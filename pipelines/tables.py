@@ -25,10 +25,11 @@ def print_bench(result: dict[str, Any]) -> None:
     console = new_console()
     say(console, title(result))  # a title of the table's would be broken at its width
     console.print(table)
-    say(console, f"eager / patched: {result['ratio']:.2f}")
+    if result["inactive"] is None:
+        say(console, f"eager / patched: {result['ratio']:.2f}")
+    else:
+        say(console, f"not accelerated here: {result['inactive']}")
     say(console, _equality(result))
-    if result["inactive"] is not None:
-        say(console, f"nothing was accelerated: {result['inactive']}")
 
 
 def _equality(result: dict[str, Any]) -> str:

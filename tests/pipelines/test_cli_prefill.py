@@ -103,9 +103,14 @@ def test_the_models_own_forward_agrees(accel_cli: Cli, score: tuple[str, ...]) -
     )
     result = _json(done)
     assert result["difference"]["largest_log_probability"] < 1e-3
-    assert result["ratio"] == pytest.approx(
-        result["own"]["median_s"] / result["prefill"]["median_s"]
-    )
+    if HERE == "cuda":
+        assert result["inactive"] is None
+        assert result["ratio"] == pytest.approx(
+            result["own"]["median_s"] / result["prefill"]["median_s"]
+        )
+    else:
+        assert result["ratio"] is None
+        assert result["inactive"].startswith("no CUDA GPU here")
     if not score:
         assert result["difference"]["same_next_token"] == 3
 
@@ -115,6 +120,19 @@ def test_a_comparison_is_shown(accel_cli: Cli) -> None:
     assert done.code == 0, done.err
     assert "the model's own forward" in done.out
     assert "same most likely token: 1 of 1 prompt" in done.out
+    assert ("own / prefill: " in done.out) == (HERE == "cuda")
+
+
+@pytest.mark.parametrize("few", [FEW, (*FEW, "--mode", "eager")])
+def test_on_a_cpu_a_comparison_has_no_ratio_and_says_why_packing_may_lose(
+    accel_cli: Cli, few: tuple[str, ...]
+) -> None:
+    done = accel_cli("prefill", "a red circle", *few, "--compare", "--device", "cpu")
+    assert "own / prefill: " not in done.out
+    lines = done.out.splitlines()
+    assert any(line.startswith("not accelerated here: ") for line in lines)
+    (why,) = [line for line in lines if "can be slower than the model's own forward" in line]
+    assert "padded to a bucket, 64 tokens or more" in why
 
 
 @pytest.mark.parametrize("mode", ["breakable", "full", "eager"])
@@ -319,6 +337,7 @@ def test_a_declined_model_runs_as_it_is_and_says_why(accel_cli: Cli, tmp_path: P
     assert "dynamic RoPE" in told
     result = json.loads(done.out)
     assert result["report"]["declined"]
+    assert result["ratio"] is None and result["inactive"]
     assert result["report"]["captures"] == 0
     assert len(result["prompts"]) == 2
 

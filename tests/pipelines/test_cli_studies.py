@@ -116,10 +116,7 @@ def test_bench_measures_and_compares(accel_cli: Cli, model: tuple[str, ...]) -> 
         assert len(result[way]["seconds"]) == 2
         assert 0 < result[way]["median_s"] <= max(result[way]["seconds"])
         assert result[way]["step_ms"] > 0
-    assert result["ratio"] == pytest.approx(
-        result["eager"]["median_s"] / result["patched"]["median_s"]
-    )
-    assert result["inactive"]
+    assert result["ratio"] is None and result["inactive"]
     assert {"date", "command", "versions", "device", "processor"} <= result.keys()
     with Image.open("plot.png") as plot:
         assert len(plot.convert("RGB").getcolors(1 << 24) or []) > 10

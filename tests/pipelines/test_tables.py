@@ -1,7 +1,10 @@
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from accel.patches.overview import Report
-from accel.pipelines import tables
+from accel.pipelines import plotting, tables
 from accel.reporting import BreakReport, GraphReport, PartReport
 
 
@@ -26,29 +29,59 @@ def test_an_explanation_names_every_break_and_reason(capsys: pytest.CaptureFixtu
     assert "memory of the graphs: 3.00 GiB\n" in out
 
 
-def test_a_flat_picture_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def _benched(**changes: Any) -> dict[str, Any]:
     side = {
         "median_s": 1.0,
+        "seconds": [1.0],
         "step_ms": None,
         "warm_up_s": [2.0],
         "peak_bytes": 2**30,
         "reserved_bytes": None,
     }
-    result = {
+    return {
         "model": "m",
         "device": "a device whose name is longer than the table is wide",
         "settings": {"dtype": "float32"},
         "eager": side,
         "patched": {**side, "first_s": 2.0, "setup_s": 1.0},
-        "ratio": 1.0,
-        "pixel_variance": 0.0,
+        "ratio": 2.5,
+        "pixel_variance": 3.0,
         "latents_equal": True,
         "pictures_equal": True,
         "inactive": None,
+        **changes,
     }
-    tables.print_bench(result)
+
+
+def test_a_flat_picture_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.print_bench(_benched(pixel_variance=0.0))
     out = capsys.readouterr().out
     assert "pictures: flat, so their equality proves nothing\n" in out
-    assert "nothing was accelerated" not in out
     assert out.startswith("m, float32, a device whose name is longer than the table is wide\n")
     assert "1.00 GiB" in out
+
+
+def test_a_benchmark_ends_with_its_ratio(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.print_bench(_benched())
+    out = capsys.readouterr().out
+    assert "eager / patched: 2.50\n" in out
+    assert "not accelerated" not in out
+
+
+def test_where_nothing_was_accelerated_there_is_a_reason_and_no_ratio(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tables.print_bench(_benched(ratio=None, inactive="no CUDA device"))
+    out = capsys.readouterr().out
+    assert "not accelerated here: no CUDA device\n" in out
+    assert "eager / patched" not in out
+
+
+def test_a_plot_has_the_ratio_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.axes import Axes
+
+    titles: list[str] = []
+    monkeypatch.setattr(Axes, "set_title", lambda self, text, **options: titles.append(text))
+    for result in (_benched(), _benched(ratio=None, inactive="no CUDA device")):
+        plotting.draw(result, tmp_path / "plot.png")
+    assert [title.rpartition(": ")[2] for title in titles] == ["2.50x", "not accelerated here"]
