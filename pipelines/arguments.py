@@ -12,10 +12,10 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from accel.pipelines.errors import BadInput
+from accel.pipelines.names import instead
 
 _OPTIONS = {
     "prompt": "the prompt argument",
@@ -101,8 +101,9 @@ def refuse_unfit(pipe: Any, extra: Mapping[str, Any]) -> None:
         if name not in known:
             reserved = (*_OPTIONS, *_OURS, guidance)
             takes = [k for k in known if k not in reserved and _words(hints.get(k, Any))]
+            choice = f"it takes {', '.join(takes)}" if takes else "leave it out"
             raise BadInput(
-                f"--set {name}: {name_of(pipe)} takes no {name}; {_instead(name, takes)}"
+                f"--set {name}: {name_of(pipe)} takes no {name}; {instead(name, takes, choice)}"
             )
         hint = hints.get(name, Any)
         if not (_fits(value, hint) or (value is None and known[name] is None)):
@@ -119,13 +120,6 @@ def _hints(pipe: Any) -> dict[str, Any]:
     if is_modular(pipe):
         return {i.name: i.type_hint or Any for i in pipe.blocks.inputs if i.name is not None}
     return {p.name: Any if p.annotation is p.empty else p.annotation for p in _parameters(pipe)}
-
-
-def _instead(name: str, takes: list[str]) -> str:
-    near = get_close_matches(name, takes, n=3)
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    return f"it takes {', '.join(takes)}" if takes else "leave it out"
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

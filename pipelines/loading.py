@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from accel.pipelines import hub
 from accel.pipelines.errors import AccelError, BadInput, explained, first_line, is_out_of_memory
 from accel.pipelines.models import Model, Trust, file_fingerprint, is_hub_id
+from accel.pipelines.names import instead, refuse_unknown
 from accel.pipelines.settings import Lora
 
 if TYPE_CHECKING:
@@ -41,8 +42,7 @@ def placement(device: str = "auto", dtype: str = "auto") -> Placement:
     """Device and dtype from what the person wrote. `auto` is CUDA where there is one, else the CPU;
     bfloat16 on CUDA (float16 where the GPU has none), float32 on the CPU. Raises `BadInput` for
     what is not there."""
-    if dtype not in DTYPES:  # before torch is loaded
-        raise BadInput(f"--dtype {dtype}: choose from {', '.join(DTYPES)}")
+    refuse_unknown("--dtype", dtype, DTYPES)  # before torch is loaded
     import torch
 
     if device == "auto":
@@ -61,9 +61,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise BadInput(
-            f"--device {name}: no such device; choose auto, cpu, cuda or cuda:N"
-        ) from error
+        choice = "no such device; choose auto, cpu, cuda or cuda:N"
+        meant = instead(name, ("auto", "cpu", "cuda"), choice)
+        raise BadInput(f"--device {name}: {meant}") from error
     if device.type not in ("cpu", "cuda"):
         raise BadInput(f"--device {name}: pipelines run on cpu and cuda here")
     if device.type == "cuda":

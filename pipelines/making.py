@@ -13,6 +13,7 @@ from accel.pipelines import outputs, picture
 from accel.pipelines.console import OnStep, note, notes_held, stdout_kept_clean, steps_shown
 from accel.pipelines.errors import BadInput
 from accel.pipelines.models import Trust
+from accel.pipelines.names import refuse_unknown
 from accel.pipelines.prompts import refuse_broken, settings_for
 from accel.pipelines.settings import Lora, Settings, parse_size
 from accel.pipelines.spreading import ALONE, Team
@@ -82,8 +83,7 @@ def fulfil(order: Order, team: Team = ALONE) -> dict[str, Any] | None:
 
 
 def _plan(order: Order) -> Plan:
-    if order.mode not in MODES:
-        raise BadInput(f"--mode {order.mode}: choose from {', '.join(MODES)}")
+    refuse_unknown("--mode", order.mode, MODES)
     base, made_with = _base(order)
     wanted = settings_for(base, order.prompts, order.number, _seed(order, base))
     return Plan(base, wanted, outputs.paths_for(order.output, wanted), made_with)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from accel.pipelines import hub
 from accel.pipelines.errors import BadInput, first_line
+from accel.pipelines.names import instead
 
 ZOO = ("zimage", "qwenimage", "flux", "sdxl", "sd15", "sd35m", "sana", "pixart", "wan")
 """The names of `zoo.names()`, here so that others are answered before torch is loaded."""
@@ -149,7 +150,8 @@ def located(
         raise BadInput(f"{name} is a file: {_NAMES}")
     if is_hub_id(name):
         return hub.fetched(name, "--model", download, unreachable)
-    raise BadInput(f"no such model folder: {name} ({_NAMES})")
+    meant = instead(name, ("demo",), "")
+    raise BadInput(f"no such model folder: {name}" + (f"; {meant}" if meant else f" ({_NAMES})"))
 
 
 def _built_in(demo: Callable[[], Path]) -> Path:

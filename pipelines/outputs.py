@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accel.pipelines.errors import BadInput
+from accel.pipelines.names import instead
 from accel.pipelines.settings import Settings
 
 FIELDS = ("index", "seed", "prompt", "model")
@@ -92,8 +93,9 @@ def _check(pattern: str) -> None:
         raise BadInput(f"--output {pattern}: {error}") from error
     unknown = sorted(names - set(FIELDS))
     if unknown:
-        known = ", ".join(f"{{{name}}}" for name in FIELDS)
-        raise BadInput(f"--output {pattern}: no {{{unknown[0]}}} here; a pattern may hold {known}")
+        wrong, known = f"{{{unknown[0]}}}", [f"{{{name}}}" for name in FIELDS]
+        meant = instead(wrong, known, f"a pattern may hold {', '.join(known)}")
+        raise BadInput(f"--output {pattern}: no {wrong} here; {meant}")
     if not pattern.lower().endswith(".png"):
         raise BadInput(
             f"--output {pattern}: pictures are PNG files, so name it {Path(pattern).stem}.png, or "

@@ -30,6 +30,7 @@ from accel.pipelines import (
 from accel.pipelines.console import captures_shown, note, status_shown, stdout_kept_clean
 from accel.pipelines.errors import AccelError, BadInput, first_line, is_out_of_memory
 from accel.pipelines.models import Trust, sought
+from accel.pipelines.names import refuse_unknown
 from accel.pipelines.reading import Way, read_in_turns
 from accel.pipelines.texts import Text, batches, tokenized
 
@@ -93,10 +94,8 @@ def _found(order: Order) -> tuple[language_models.LanguageModel, loading.Placeme
 
 
 def _refuse_words(order: Order) -> None:
-    if order.mode not in MODES:
-        raise BadInput(f"--mode {order.mode}: choose from {', '.join(MODES)}")
-    if order.attention not in ATTENTION:
-        raise BadInput(f"--attention {order.attention}: choose from {', '.join(ATTENTION)}")
+    refuse_unknown("--mode", order.mode, MODES)
+    refuse_unknown("--attention", order.attention, ATTENTION)
 
 
 def _refuse_beside_plan(order: Order) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.pipelines.names import instead
 from accel.pipelines.random_weights import count_unbuilt, materialize, on_meta
 
 
@@ -78,8 +79,9 @@ class Recipe:
         chosen = set(self.parts) if parts is None else set(parts)
         unknown = sorted(chosen - set(self.parts))
         if unknown:
-            known = ", ".join(self.parts)
-            raise ValueError(f"{self.pipeline} has no part {unknown[0]!r}; parts may name {known}")
+            choice = f"parts may name {', '.join(self.parts)}"
+            meant = instead(unknown[0], self.parts, choice)
+            raise ValueError(f"{self.pipeline} has no part {unknown[0]!r}; {meant}")
         return chosen
 
 

@@ -23,6 +23,7 @@ from accel.pipelines import (
 from accel.pipelines.console import OnPicture, note, print_json, status_shown, stdout_kept_clean
 from accel.pipelines.errors import BadInput
 from accel.pipelines.models import Trust
+from accel.pipelines.names import refuse_unknown
 from accel.pipelines.outputs import refuse_unwritable
 from accel.pipelines.prompts import parse_extra
 from accel.pipelines.settings import Lora, parse_size
@@ -140,8 +141,7 @@ def _conduct(study: Study, work: Work, show: Callable[[dict[str, Any]], None]) -
 
 
 def _capture(study: Study) -> Capture:
-    if study.capture not in ("auto", "always"):
-        raise BadInput(f"--capture {study.capture}: choose from auto, always")
+    refuse_unknown("--capture", study.capture, ("auto", "always"))
     return cast("Capture", study.capture)
 
 

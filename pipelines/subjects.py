@@ -17,6 +17,7 @@ from accel.pipelines.console import note
 from accel.pipelines.errors import BadInput, explained
 from accel.pipelines.generation import call_arguments, completed
 from accel.pipelines.models import ZOO, Model, Trust, is_hub_id, resolve, sought
+from accel.pipelines.names import instead
 from accel.pipelines.settings import Settings
 
 PROMPT = "a red circle on a blue background"
@@ -97,10 +98,9 @@ def choose(
     if name == "demo" or is_hub_id(name) or os.path.exists(os.path.expanduser(name)):
         return choose_model(settings.changed(**wishes), device, trust=trust, quiet=quiet)
     if name not in ZOO:
-        raise BadInput(
-            f"no such model folder: {name}; the zoo has {', '.join(ZOO)}; else give demo, a folder "
-            "or a hub id, owner/name"
-        )
+        choice = f"the zoo has {', '.join(ZOO)}; else give demo, a folder or a hub id, owner/name"
+        meant = instead(name, (*ZOO, "demo"), choice)
+        raise BadInput(f"no such model folder: {name}; {meant}")
     return _from_zoo(settings, wishes, device, trust=trust, quiet=quiet)
 
 

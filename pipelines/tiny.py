@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from accel.pipelines.names import instead
 from accel.pipelines.tiny_adapters import ADAPTER_FAMILIES
 from accel.pipelines.tiny_controlnets import CONTROLNET_FAMILIES
 from accel.pipelines.tiny_family import Family
@@ -66,7 +67,8 @@ def pipeline(name: str, seed: int = 0) -> Any:
     Raises ValueError for an unknown name.
     """
     if name not in RECIPES:
-        raise ValueError(f"no tiny pipeline {name!r}; name may be {', '.join(RECIPES)}")
+        meant = instead(name, RECIPES, f"name may be {', '.join(RECIPES)}")
+        raise ValueError(f"no tiny pipeline {name!r}; {meant}")
     return RECIPES[name]().assemble("cpu", torch.float32, seed)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from accel.pipelines.names import instead
 from accel.pipelines.recipe import Recipe
 from accel.pipelines.zoo_configs import RECIPES
 
@@ -107,5 +108,6 @@ def parameter_counts(name: str) -> dict[str, int]:
 
 def _recipe(name: str) -> Recipe:
     if name not in RECIPES:
-        raise ValueError(f"the zoo has no model {name!r}; name may be {', '.join(RECIPES)}")
+        meant = instead(name, RECIPES, f"name may be {', '.join(RECIPES)}")
+        raise ValueError(f"the zoo has no model {name!r}; {meant}")
     return RECIPES[name]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from accel.pipelines.names import instead
 from accel.pipelines.random_weights import build as build_random
 from accel.pipelines.random_weights import count_unbuilt
 from accel.pipelines.zoo_configs import QWEN3_4B
@@ -169,7 +170,6 @@ def parameter_count(name: str, layers: int | None = None) -> int:
 
 def _language(name: str) -> Language:
     if name not in LANGUAGES:
-        raise ValueError(
-            f"the zoo has no language model {name!r}; name may be {', '.join(names())}"
-        )
+        meant = instead(name, names(), f"name may be {', '.join(names())}")
+        raise ValueError(f"the zoo has no language model {name!r}; {meant}")
     return LANGUAGES[name]
