@@ -1,7 +1,7 @@
 """The command line: reads arguments, calls the room's other modules, prints what they return.
 
 Nothing heavy is imported before a command needs it, so that help and wrong arguments are answered
-at once. Exit codes: 0 done, 1 something failed or differs, 2 the input cannot be served.
+at once. Exit codes are told by `options.EXIT_CODES`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ INTERRUPTED = 130
 app = typer.Typer(
     name="accel",
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=options.EXIT_CODES,
     pretty_exceptions_enable=False,
 )
 

@@ -21,6 +21,10 @@ MOST_STEPS = 100_000
 MOST_PICTURES = 100_000
 """Of one prompt, all of which are planned ahead."""
 
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 something failed or differs, 2 the input cannot be served, "
+    "130 interrupted."
+)
 MODEL_HELP = "demo, a pipeline folder, or a hub id (owner/name)."
 SUBJECT_HELP = (
     "A name of the zoo (real sizes, random weights), demo, a pipeline folder or a hub id."
