@@ -53,6 +53,14 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
+def threads(device: torch.device) -> int | None:
+    """How many threads an operation is shared out to, which decides the order of its sums and so
+    the last bits; None where `device` is not the CPU."""
+    import torch
+
+    return torch.get_num_threads() if device.type == "cpu" else None
+
+
 def gpus() -> list[dict[str, Any]]:
     """Name, memory in bytes and compute capability of every CUDA GPU that torch can use."""
     import torch

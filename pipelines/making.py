@@ -196,11 +196,13 @@ def _made_with(subject: Subject) -> dict[str, Any]:
     from accel.pipelines import machine, versions
 
     scheduler = getattr(subject.pipe, "scheduler", None)
+    threads = machine.threads(subject.where.device)
     return {
         "pipeline": type(subject.pipe).__name__,
         "scheduler": None if scheduler is None else type(scheduler).__name__,
         "model": subject.fingerprint,
         "device": machine.device_name(subject.where.device),
+        **({} if threads is None else {"threads": threads}),
         **versions.made_with(),
     }
 
@@ -213,10 +215,13 @@ def _fingerprints(settings: Settings) -> dict[str, Any]:
 def _note_differences(then: dict[str, Any], now: dict[str, Any]) -> None:
     """Says why a picture made again may differ."""
     for name, value in then.items():
+        if name == "threads" and name not in now:
+            continue  # on a GPU, which the device's line tells
         if now.get(name) != value:
+            remedy = f"; OMP_NUM_THREADS={value} before the command sets that"
             note(
                 f"the picture was made with {name} {value}, here it is {now.get(name)}: "
-                "it may come out different"
+                f"it may come out different{remedy if name == 'threads' else ''}"
             )
 
 

@@ -1,10 +1,13 @@
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image, ImageStat
+
+from accel.pipelines import machine, picture
 
 Cli = Callable[..., Any]
 Folder = Callable[[str], Path]
@@ -54,6 +57,51 @@ def test_a_model_that_changed_since_is_noticed(
     assert again.code == 0
     (told,) = again.remarks()
     assert told.startswith("accel: the picture was made with model ")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[Callable[[], None]]:
+    yield lambda: torch.set_num_threads(2)
+    torch.set_num_threads(1)
+
+
+def test_a_picture_made_on_a_cpu_holds_its_number_of_threads(
+    accel_cli: Cli, model: tuple[str, ...], two_threads: Callable[[], None]
+) -> None:
+    for name, prepare in (("one", lambda: None), ("two", two_threads)):
+        prepare()
+        done = accel_cli("generate", "x", *model, "--device", "cpu", "-o", f"{name}.png")
+        assert done.code == 0
+    made = [picture.read_settings(Path(f"{name}.png"))[1] for name in ("one", "two")]
+    assert [made_with["threads"] for made_with in made] == [1, 2]
+    assert made[0] == {**made[1], "threads": 1}
+
+
+def test_another_number_of_threads_is_told_in_one_line(
+    accel_cli: Cli, model: tuple[str, ...], two_threads: Callable[[], None]
+) -> None:
+    accel_cli("generate", "x", *model, "--device", "cpu", "-o", "first.png")
+    again = ("generate", "--from", "first.png", "--device", "cpu", "--mode", "off", "-o", "x.png")
+    assert accel_cli(*again).err == ""
+    two_threads()
+    done = accel_cli(*again)
+    assert (done.code, torch.get_num_threads()) == (0, 2)
+    assert done.complaint == (
+        "accel: the picture was made with threads 1, here it is 2: it may come out different; "
+        "OMP_NUM_THREADS=1 before the command sets that"
+    )
+
+
+def test_threads_are_no_matter_on_a_gpu(
+    accel_cli: Cli, model: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accel_cli("generate", "x", *model, "--device", "cpu", "-o", "first.png")
+    monkeypatch.setattr(machine, "threads", lambda device: None)
+    monkeypatch.setattr(machine, "device_name", lambda device: "A GPU")
+    again = ("generate", "--from", "first.png", "--mode", "off", "-o", "again.png")
+    complaint = accel_cli(*again, "--device", "cpu").complaint
+    assert complaint.startswith("accel: the picture was made with device ")
+    assert "threads" not in picture.read_settings(Path("again.png"))[1]
 
 
 def test_json_is_all_there_is_on_stdout(accel_cli: Cli, model: tuple[str, ...]) -> None:
@@ -208,7 +256,6 @@ def test_broken_weights_are_one_line(accel_cli: Cli, copied: Folder) -> None:
 def test_pickle_weights_load_when_asked_for(
     accel_cli: Cli, copied: Folder, model: tuple[str, ...]
 ) -> None:
-    import torch
     from safetensors.torch import load_file
 
     folder = copied("sd15")
@@ -228,8 +275,6 @@ def test_pickle_weights_load_when_asked_for(
 def test_out_of_memory_says_what_to_lower(
     accel_cli: Cli, model: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     def full(*arguments: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nAnd more.")
 
