@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import operator
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -280,8 +281,26 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that torch itself gives a module."""
 
 
+def carried(x: Any) -> tuple[Any, ...]:
+    """What a callable brings along beside its code: a bound method its object, a partial function
+    its arguments, a function its closure, defaults and attributes.
+
+    >>> carried([].append), carried(functools.partial(max, 1)), carried(len)
+    ((), (<built-in function max>, (1,), {}), ())
+    """
+    if isinstance(x, types.MethodType):
+        return x.__self__, x.__func__
+    if isinstance(x, functools.partial):
+        return x.func, x.args, x.keywords
+    if not isinstance(x, types.FunctionType):
+        return ()
+    inside = [cell.cell_contents for cell in x.__closure__ or () if cell != types.CellType()]
+    return (*inside, *filter(None, (x.__defaults__, x.__kwdefaults__, x.__dict__)))
+
+
 def all_modules(module: nn.Module) -> list[nn.Module]:
-    """`module` and those in it, also in plain lists and dicts among the attributes, each once.
+    """`module` and those in it, also in plain lists and dicts among the attributes and behind
+    functions that stand there, each once.
 
     >>> class Own(nn.Module):
     ...     pass
@@ -295,10 +314,26 @@ def all_modules(module: nn.Module) -> list[nn.Module]:
     while ahead:
         news = [m for m in ahead.pop().modules() if m not in found]
         found.update(dict.fromkeys(news))
-        for own in (dict(vars(m)) for m in news if not type(m).__module__.startswith("torch.")):
-            boxes = (x for name, x in own.items() if name not in _OF_EVERY_MODULE and opened(x))
-            ahead += [x for box in boxes for x in leaves(box) if isinstance(x, nn.Module)]
+        for own in attributes_of_others(news):
+            boxes = (x for name, x in list(own.items()) if name not in _OF_EVERY_MODULE)
+            ahead += [m for x in boxes if opened(x) or carried(x) for m in _modules_in(x)]
     return list(found)
+
+
+def attributes_of_others(modules: list[nn.Module]) -> list[dict[str, Any]]:
+    """The attributes of those modules that are not torch's own, or have been given a forward."""
+    owns = ((vars(m), type(m).__module__) for m in modules)
+    return [own for own, room in owns if "forward" in own or not room.startswith("torch.")]
+
+
+def _modules_in(x: Any, depth: int = 4) -> Iterator[nn.Module]:
+    """The modules in containers, and behind the callables in these."""
+    for leaf in leaves(x):
+        if isinstance(leaf, nn.Module):
+            yield leaf
+        elif depth:
+            for brought in carried(leaf):
+                yield from _modules_in(brought, depth - 1)
 
 
 _aliases: weakref.WeakKeyDictionary[torch.UntypedStorage, set[int]] = weakref.WeakKeyDictionary()

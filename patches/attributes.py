@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.guard import carried
 from accel.patches.forward import PatchedMethod
 
 OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
@@ -33,7 +34,8 @@ HOOKS = (
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _COMMON = frozenset((bool, int, str, type(None)))
-_BOXES = (list, dict, set, tuple, deque, bytearray)
+_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
+_BOXES = (list, dict, set, tuple, deque, bytearray, *_CALLABLES)
 DEPTH = 8
 """How deep containers among attributes are looked into."""
 _HELPER_DEPTH = 3
@@ -56,7 +58,8 @@ def state_of(module: nn.Module, kept: list[Any]) -> tuple[Any, ...]:
     ours = {number for number, hook in found if getattr(hook, "__module__", "") == OF_SELF_TEST}
     hooks = [hook for number, hook in found if number not in ours]
     kept.extend(hooks)
-    depth = 1 if kind.__module__.startswith("torch.") else DEPTH
+    is_torchs = kind.__module__.startswith("torch.") and "forward" not in attributes
+    depth = 1 if is_torchs else DEPTH
     own = [
         (name, x if type(x) in _COMMON else value_of(x, depth, kept))
         for name, x in list(attributes.items())
@@ -65,11 +68,6 @@ def state_of(module: nn.Module, kept: list[Any]) -> tuple[Any, ...]:
     registered = hooks_of_registry(attributes.get(REGISTRY), kept) or ()
     own.append((REGISTRY, registered))
     return id(module), kind, kind.forward, attributes.get("training"), tuple(map(id, hooks)), own
-
-
-def of_others(modules: list[nn.Module]) -> list[dict[str, Any]]:
-    """The attributes of the modules that are not torch's own."""
-    return [m.__dict__ for m in modules if not type(m).__module__.startswith("torch.")]
 
 
 def is_box(x: Any) -> bool:
@@ -99,6 +97,8 @@ def value_of(x: Any, depth: int, kept: list[Any]) -> Any:
     if (hooks := hooks_of_registry(x, kept)) is not None:
         return hooks
     kept.append(x)
+    if depth and (inside := carried(x)):
+        return id(x), tuple(value_of(item, depth - 1, kept) for item in inside)
     if isinstance(x, torch.Tensor):  # what lies on the host, Python may have read
         own = id(x), x._version if x.is_cpu and not x.is_inference() else 0
         # Others (quantized tables) carry tensors and settings of their own.
@@ -128,10 +128,11 @@ def helpers(attributes: list[dict[str, Any]]) -> list[Any]:
 
 
 def _inside(x: Any, depth: int = _HELPER_DEPTH) -> Iterable[Any]:
-    """What is in a container and in those in it; anything else is in itself."""
-    if type(x) not in (list, tuple, dict, deque) or not depth:
+    """What is in a container or behind a callable, and in those in it; all else is in itself."""
+    is_box = type(x) in (list, tuple, dict, deque)
+    items = list(x.values() if type(x) is dict else x) if is_box else carried(x)
+    if not depth or not items:
         return (x,)
-    items = list(x.values() if type(x) is dict else x)
     return itertools.chain.from_iterable(_inside(item, depth - 1) for item in items)
 
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from accel.guard import all_modules
-from accel.patches.attributes import DEPTH, HOOKS, REGISTRY, helpers, of_others, state_of, value_of
+from accel.guard import all_modules, attributes_of_others
+from accel.patches.attributes import DEPTH, HOOKS, REGISTRY, helpers, state_of, value_of
 from accel.patches.watch import Watch, Weights
 
 _FACTS = ("the identity", "the class", "the forward", "the training flag", "the forward hooks")
@@ -122,7 +122,7 @@ class _State:
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules, self._kept = modules, list[Any](modules)
         self.values: list[Any] = [state_of(module, self._kept) for module in modules]
-        for helper in helpers(of_others(modules)):
+        for helper in helpers(attributes_of_others(modules)):
             self._kept.append(helper)
             self.values.append((type(helper), value_of(vars(helper), DEPTH, self._kept)))
 

@@ -11,10 +11,12 @@ import itertools
 import operator
 from collections import deque
 from collections.abc import Iterable
+from types import CellType
 from typing import Any
 
 from torch import nn
 
+from accel.guard import attributes_of_others, carried
 from accel.patches.attention import OfThisThread
 from accel.patches.attributes import (
     DEPTH,
@@ -24,7 +26,6 @@ from accel.patches.attributes import (
     helpers,
     hooks_of_registry,
     is_box,
-    of_others,
     value_of,
 )
 from accel.patches.forward import PatchedMethod
@@ -55,7 +56,7 @@ class Watch:
     def __init__(self, modules: list[nn.Module]) -> None:
         self.modules = modules
         torchs = [m.__dict__ for m in modules if type(m).__module__.startswith("torch.")]
-        owns = of_others(modules)
+        owns = attributes_of_others(modules)
         self._helpers = helpers(owns)
         helps = [vars(x) for x in self._helpers]
         self._owns = [(own, dict(own)) for own in owns + helps]
@@ -76,6 +77,8 @@ class Watch:
         families = [m._modules for m in modules]
         self._insides = [(box, copy.copy(box)) for box in kept + families]
         self._others = [x for x in reached if not isinstance(x, _OPENED)]
+        cells = (cell for x in reached for cell in getattr(x, "__closure__", None) or ())
+        self._cells = [(c, c.cell_contents) for c in cells if c != CellType()]
         self._families = _Contents(families)
         self._in_boxes, self._values = _Contents(kept), _values_of(self._boxes)
         self._seen = self._look()
@@ -112,6 +115,9 @@ class Watch:
             theirs = isinstance(now, _OF_OTHERS) or isinstance(setting, _OF_OTHERS)
             if now is not setting and not theirs:
                 layer[name] = setting
+        for cell, before in self._cells:
+            if cell.cell_contents is not before:
+                cell.cell_contents = before
 
 
 class Weights:
@@ -200,7 +206,7 @@ def _reached(boxes: Iterable[Any]) -> list[Any]:
     for _ in range(DEPTH + 1):
         news = {id(x): x for x in level if id(x) not in found and _can_change(x)}
         found |= news
-        opened = (x for x in news.values() if isinstance(x, _OPENED))
+        opened = (x if isinstance(x, _OPENED) else carried(x) for x in news.values())
         inside = (x.values() if isinstance(x, dict) else x for x in opened)
         level = list(itertools.chain.from_iterable(inside))
     return list(found.values())

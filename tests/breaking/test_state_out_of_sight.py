@@ -13,25 +13,11 @@ import torch
 
 from tests.patches.stateful import Change, Settings, Stateful, counted, equal_for, refused
 
-
-def function() -> Any:
-    def scaled() -> int:
-        return scaled.value  # type: ignore[attr-defined]
-
-    scaled.value = 2  # type: ignore[attr-defined]
-    return scaled
-
-
 BETWEEN: dict[str, tuple[Callable[[], Any], Change, Change]] = {
     "an object with slots": (
         Settings,
         lambda m: m.own.scale,
         lambda m: setattr(m.own, "scale", 7),
-    ),
-    "a function's attribute": (
-        function,
-        lambda m: m.own(),
-        lambda m: setattr(m.own, "value", 7),
     ),
 }
 

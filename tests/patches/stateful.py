@@ -31,13 +31,19 @@ class Stateful(nn.Module):
 
 
 def equal_for(
-    calls: int, make: Callable[[], Stateful], sim: torch.device, change: Change | None = None
+    calls: int,
+    make: Callable[[], Stateful],
+    sim: torch.device,
+    change: Change | None = None,
+    prepare: Change = lambda m: None,
 ) -> None:
+    """Calls two that are `prepare`d, one of them patched; half-way `change` is made to both."""
     torch.set_num_threads(1)
     twins = []
     for _ in range(2):
         torch.manual_seed(0)
         twins.append(make().to(sim))
+        prepare(twins[-1])
     accel.patch(twins[1], capture="always")
     for i in range(calls):
         if change is not None and i == calls // 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,37 @@ from tests.patches.stateful import Change, Stateful, appended, equal_for, refuse
 
 def deep() -> Any:
     return {"a": {"b": {"c": {"d": {"e": [2]}}}}}
+
+
+def closed_over() -> Any:
+    """Hands on, and another to set it: a variable and an object that only functions know."""
+    number, settings = 1, types.SimpleNamespace(scale=2)
+
+    def change() -> None:
+        nonlocal number
+        number += 1
+        settings.scale += 2
+
+    return {"scale": lambda: number * settings.scale, "change": change}
+
+
+class Method:
+    value = 2
+
+    def scale(self, times: Any = (1,), *, plus: Any = (0,)) -> int:
+        return int(self.value * times[0] + plus[0])
+
+
+def function() -> Any:
+    def scaled(box: Any = [2]) -> Any:  # noqa: B006
+        return scaled.more * box[0]  # type: ignore[attr-defined]
+
+    scaled.more = 1  # type: ignore[attr-defined]
+    return scaled
+
+
+def called(m: Any) -> Any:
+    return m.own()
 
 
 BETWEEN: dict[str, tuple[Callable[[], Any], Change, Change]] = {
@@ -36,6 +68,23 @@ BETWEEN: dict[str, tuple[Callable[[], Any], Change, Change]] = {
         lambda m: m.own["a"]["b"]["c"]["d"]["e"].append(m.own["a"]["b"]["c"]["d"]["e"].pop() + 1),
     ),
     "a bytearray": (lambda: bytearray(b"ab"), lambda m: len(m.own), lambda m: m.own.append(1)),
+    "what functions close over": (
+        closed_over,
+        lambda m: m.own["scale"](),
+        lambda m: m.own["change"](),
+    ),
+    "a method's object": (
+        lambda: Method().scale,
+        called,
+        lambda m: setattr(m.own.__self__, "value", 7),
+    ),
+    "a partial function's argument": (
+        lambda: functools.partial(Method().scale, [2], plus=[1]),
+        called,
+        lambda m: m.own.args[0].insert(0, 7),
+    ),
+    "a default argument": (function, called, lambda m: m.own.__defaults__[0].insert(0, 7)),
+    "a function's attribute": (function, called, lambda m: setattr(m.own, "more", 7)),
 }
 
 
@@ -64,8 +113,14 @@ def doubled(m: Stateful) -> float:
     return refused(m)
 
 
+def counted_in_a_closure(m: Stateful) -> float:
+    m.own["change"]()
+    return float(m.own["scale"]()) * refused(m)
+
+
 PUT_BACK: dict[str, tuple[Callable[[], Any], Change]] = {
     "a deque": (deque, lambda m: appended(m) * refused(m)),
+    "what functions close over": (closed_over, counted_in_a_closure),
     "a setting of a torch layer": (lambda: nn.LeakyReLU(1.0), steeper),
     "a buffer of a torch layer, replaced": (lambda: nn.BatchNorm1d(4).eval(), shifted),
     "a parameter of a torch layer, replaced": (lambda: None, doubled),
@@ -76,3 +131,50 @@ PUT_BACK: dict[str, tuple[Callable[[], Any], Change]] = {
 def test_changed_once_by_a_call_whose_recording_is_refused(what: str, sim: torch.device) -> None:
     own, scale = PUT_BACK[what]
     equal_for(3, lambda: Stateful(own(), scale), sim)
+
+
+class Adapter(nn.Module):
+    """Puts its forward in the place of a layer's, as sd-scripts' LoRA does; the model lacks it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.more, self.scale = nn.Linear(4, 4).to(layer.weight.device), 1.0
+        self.layers_forward, layer.forward = layer.forward, self.forward  # type: ignore[method-assign]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers_forward(x) + self.more(x) * self.scale
+
+
+def strengthen(adapter: Adapter) -> None:
+    adapter.scale = 2.0
+
+
+def replace_weight(adapter: Adapter) -> None:
+    adapter.kept, old = adapter.more.weight.data, adapter.more.weight  # type: ignore[assignment]
+    old.data = old.data * 2
+
+
+@pytest.mark.parametrize("change", [strengthen, replace_weight])
+def test_a_module_behind_a_layers_forward(change: Change, sim: torch.device) -> None:
+    equal_for(
+        10,
+        lambda: Stateful(None, lambda m: 1),
+        sim,
+        lambda m: change(m.layer.forward.__self__),
+        lambda m: Adapter(m.layer),
+    )
+
+
+def test_a_forward_that_counts_in_its_closure(sim: torch.device) -> None:
+    """Prompt-to-prompt does: a controller that every attention layer's new forward closes over."""
+
+    def control(m: Stateful) -> None:
+        controller, plain = types.SimpleNamespace(calls=0), m.layer.forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            controller.calls += 1
+            return plain(x) * (2 if controller.calls > 5 else 1)
+
+        m.layer.forward = forward  # type: ignore[method-assign]
+
+    equal_for(8, lambda: Stateful(None, lambda m: 1), sim, prepare=control)
