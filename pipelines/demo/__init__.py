@@ -6,12 +6,11 @@ neither torch nor diffusers; `load_demo` does.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel.pipelines.demo.words import known_words, notice, translate
+from accel.pipelines.hushing import hushed, no_word_on_torchvision
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -53,29 +52,16 @@ def demo_folder() -> Path:
 
 def load_demo() -> DiffusionPipeline:
     """The demo pipeline in float32 on the CPU; move it with `.to(…)` as any other."""
+    import diffusers
     import torch
-    from diffusers import StableDiffusionPipeline
+    import transformers
 
-    with _quietly():
+    with no_word_on_torchvision():
+        from diffusers import StableDiffusionPipeline
+    # Bars for twelve megabytes, and that the autoencoder is of another class than usual.
+    with hushed(diffusers, transformers):
         pipe = StableDiffusionPipeline.from_pretrained(
             demo_folder(), dtype=torch.float32, local_files_only=True
         )
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Without the libraries' bars, for files of twelve megabytes, and their remark that the
-    autoencoder is of another class than the pipeline's usual one."""
-    import diffusers
-    import transformers
-
-    with contextlib.ExitStack() as stack:
-        for logs in (diffusers.utils.logging, transformers.utils.logging):
-            stack.callback(logs.set_verbosity, logs.get_verbosity())
-            logs.set_verbosity_error()
-            if logs.is_progress_bar_enabled():
-                stack.callback(logs.enable_progress_bar)
-                logs.disable_progress_bar()
-        yield

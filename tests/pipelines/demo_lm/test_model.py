@@ -12,23 +12,27 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel.pipelines.demo import known_words
-from accel.pipelines.demo_lm import demo_lm_folder
+from accel.pipelines.demo_lm import demo_lm_folder, load_demo_lm
 from accel.pipelines.demo_lm.corpus import held_out_captions, shuffled
 
 NUMBER = 200
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(demo_lm_folder())
+def loaded() -> tuple[Any, Any]:
+    return load_demo_lm()
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(demo_lm_folder()).eval()
+def tokenizer(loaded: tuple[Any, Any]) -> Any:
+    return loaded[1]
+
+
+@pytest.fixture(scope="module")
+def model(loaded: tuple[Any, Any]) -> Any:
+    return loaded[0]
 
 
 @torch.inference_mode()
@@ -87,6 +91,24 @@ def test_any_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
 
 def test_the_model_is_small() -> None:
     assert (demo_lm_folder() / "model.safetensors").stat().st_size <= 3_000_000
+
+
+def test_it_comes_in_float32_on_the_cpu_ready_to_answer(model: Any) -> None:
+    assert (model.dtype, model.device.type, model.training) == (torch.float32, "cpu", False)
+
+
+def test_loading_says_nothing_and_leaves_the_library_talkative() -> None:
+    program = (
+        "import sys\n"
+        "from accel.pipelines.demo_lm import load_demo_lm\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+        "load_demo_lm()\n"
+        "from transformers.utils import logging\n"
+        "assert logging.is_progress_bar_enabled() and logging.get_verbosity() == 30\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "Loading" not in done.stderr
 
 
 def test_it_loads_without_accel() -> None:
