@@ -295,7 +295,8 @@ def carried(x: Any) -> tuple[Any, ...]:
     if not isinstance(x, types.FunctionType):
         return ()
     inside = [cell.cell_contents for cell in x.__closure__ or () if cell != types.CellType()]
-    return (*inside, *filter(None, (x.__defaults__, x.__kwdefaults__, x.__dict__)))
+    own = x.__dict__ if x.__dict__.keys() - {"__wrapped__"} else None
+    return (*inside, *filter(None, (x.__defaults__, x.__kwdefaults__, own)))
 
 
 def all_modules(module: nn.Module) -> list[nn.Module]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import types
 from collections import deque
 from collections.abc import Iterable
@@ -39,6 +40,9 @@ _BOXES = (list, dict, set, tuple, deque, bytearray, *_CALLABLES)
 DEPTH = 8
 """How deep containers among attributes are looked into."""
 _HELPER_DEPTH = 3
+_ROOMS_OF_NO_ONE = {"torch", *sys.stdlib_module_names}
+_NEW_IN_CLASSES = {"__doc__", "__annotations__", "__signature__", "__abstractmethods__"}
+"""What Python itself, or who looks at a class, may add to it."""
 _SMALL_ARRAY = 4096
 
 
@@ -68,6 +72,22 @@ def state_of(module: nn.Module, kept: list[Any]) -> tuple[Any, ...]:
     registered = hooks_of_registry(attributes.get(REGISTRY), kept) or ()
     own.append((REGISTRY, registered))
     return id(module), kind, kind.forward, attributes.get("training"), tuple(map(id, hooks)), own
+
+
+def classes_of(things: Iterable[Any]) -> list[type]:
+    """The classes of things and those that these come from, each once: not Python's, nor torch's.
+
+    >>> classes_of([nn.Linear(2, 2), []])
+    []
+    """
+    kinds = dict.fromkeys(kind for known in set(map(type, things)) for kind in known.__mro__)
+    return [kind for kind in kinds if kind.__module__.partition(".")[0] not in _ROOMS_OF_NO_ONE]
+
+
+def of_class(kind: type, kept: list[Any]) -> tuple[Any, ...]:
+    """A class's methods and attributes as values: someone may put others in their places."""
+    found = vars(kind).copy().items()
+    return tuple((n, value_of(x, DEPTH, kept)) for n, x in found if n not in _NEW_IN_CLASSES)
 
 
 def is_box(x: Any) -> bool:

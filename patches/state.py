@@ -16,7 +16,16 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from accel.guard import all_modules, attributes_of_others
-from accel.patches.attributes import DEPTH, HOOKS, REGISTRY, helpers, state_of, value_of
+from accel.patches.attributes import (
+    DEPTH,
+    HOOKS,
+    REGISTRY,
+    classes_of,
+    helpers,
+    of_class,
+    state_of,
+    value_of,
+)
 from accel.patches.watch import Watch, Weights
 
 _FACTS = ("the identity", "the class", "the forward", "the training flag", "the forward hooks")
@@ -122,12 +131,20 @@ class _State:
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules, self._kept = modules, list[Any](modules)
         self.values: list[Any] = [state_of(module, self._kept) for module in modules]
-        for helper in helpers(attributes_of_others(modules)):
+        found = helpers(attributes_of_others(modules))
+        for helper in found:
             self._kept.append(helper)
             self.values.append((type(helper), value_of(vars(helper), DEPTH, self._kept)))
+        self._classes = classes_of([*modules, *found])
+        self._of_classes = [of_class(kind, self._kept) for kind in self._classes]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _State) and self.values == other.values
+        mine = self.values, self._classes, self._of_classes
+        return isinstance(other, _State) and mine == (
+            other.values,
+            other._classes,
+            other._of_classes,
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -140,6 +157,8 @@ class _State:
             if now != was:
                 name = names.get(module) or "the module itself"
                 return f"{_difference(now, was)} of {name}"
+        if self.values == before.values:
+            return "a method or an attribute of a class"
         return "an object that modules share: a processor, a configuration, a controller"
 
 

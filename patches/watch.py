@@ -11,7 +11,8 @@ import itertools
 import operator
 from collections import deque
 from collections.abc import Iterable
-from types import CellType
+from inspect import isfunction
+from types import CellType, MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,7 @@ from accel.patches.attributes import (
     HOOKS,
     OF_TORCH,
     REGISTRY,
+    classes_of,
     helpers,
     hooks_of_registry,
     is_box,
@@ -35,6 +37,8 @@ _UNREAD = OF_TORCH - {"_parameters", "_buffers", "_modules", *HOOKS}
 _TENSORS = ("_parameters", "_buffers")
 _KEPT_BOXES = (list, dict, set, deque)
 _OPENED = (*_KEPT_BOXES, tuple, frozenset)
+_RUN = ("forward", "__call__")
+"""Methods of classes whose closures and defaults are looked at, too."""
 _OF_OTHERS = (PatchedMethod, OfThisThread)
 """What patches, and prefill runners for the length of a call, put in a module's place."""
 
@@ -76,7 +80,12 @@ class Watch:
         kept = [x for x in reached if isinstance(x, _KEPT_BOXES)]
         families = [m._modules for m in modules]
         self._insides = [(box, copy.copy(box)) for box in kept + families]
-        self._others = [x for x in reached if not isinstance(x, _OPENED)]
+        classes: list[Any] = [vars(kind) for kind in classes_of([*modules, *self._helpers])]
+        self._classes = _Contents(classes)
+        inside = [x for own in classes for x in own.values() if is_box(x) and not isfunction(x)]
+        run = [x for own in classes for x in map(own.get, _RUN) if carried(x)]
+        inside += [x for x in run if any(isinstance(y, _KEPT_BOXES) for y in _reached([x]))]
+        self._others = [x for x in reached if not isinstance(x, _OPENED)] + inside
         cells = (cell for x in reached for cell in getattr(x, "__closure__", None) or ())
         self._cells = [(c, c.cell_contents) for c in cells if c != CellType()]
         self._families = _Contents(families)
@@ -101,6 +110,7 @@ class Watch:
         return (
             all(map(operator.is_, map(dict.get, *self._places), self._set_to))
             and self._families.are_the_same()
+            and self._classes.are_the_same()
             and self._look() == self._seen
             and (self._in_boxes.are_the_same() or _values_of(self._boxes) == self._values)
         )
@@ -184,7 +194,8 @@ class _Contents:
     def __init__(self, boxes: list[Any]) -> None:
         self._boxes, self._sizes = boxes, list(map(len, boxes))
         filled = [box for box in boxes if box]  # an empty one is told by its size
-        self._iterables = [*filled, *(box.values() for box in filled if isinstance(box, dict))]
+        mappings = (box.values() for box in filled if isinstance(box, (dict, MappingProxyType)))
+        self._iterables = [*filled, *mappings]
         self._items = list(itertools.chain.from_iterable(self._iterables))
 
     def are_the_same(self) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import accel
 from tests.patches.stateful import Change, Stateful, appended, equal_for, refused
 
 
@@ -178,3 +179,56 @@ def test_a_forward_that_counts_in_its_closure(sim: torch.device) -> None:
         m.layer.forward = forward  # type: ignore[method-assign]
 
     equal_for(8, lambda: Stateful(None, lambda m: 1), sim, prepare=control)
+
+
+def a_class() -> Any:
+    """An object of a class that no other test shares."""
+
+    class Scaling:
+        value = 2
+        table = [1]  # noqa: RUF012
+
+        def plus(self) -> int:
+            return 0
+
+        def __call__(self, times: Any = [1]) -> int:  # noqa: B006
+            return self.value * self.table[0] * times[0] + self.plus()
+
+    return Scaling()
+
+
+OF_CLASSES: dict[str, Change] = {
+    "an attribute": lambda own: setattr(type(own), "value", 7),
+    "a list": lambda own: type(own).table.insert(0, 7),
+    "a method": lambda own: setattr(type(own), "plus", lambda self: 7),
+    "what a call does": lambda own: setattr(type(own), "__call__", lambda self: 7),
+    "a default": lambda own: type(own).__call__.__defaults__[0].insert(0, 7),
+}
+
+
+@pytest.mark.parametrize("what", OF_CLASSES)
+def test_changed_on_a_class(what: str, sim: torch.device) -> None:
+    """Processors are changed that way: `AttnProcessor2_0.__call__ = mine`."""
+    change = OF_CLASSES[what]
+    equal_for(8, lambda: Stateful(a_class(), called), sim, lambda m: change(m.own))
+
+
+def test_a_method_of_a_modules_class_replaced(sim: torch.device) -> None:
+    class Own(Stateful):
+        def more(self) -> int:
+            return 1
+
+    def replace(m: Own) -> None:
+        type(m).more = lambda self: 3  # type: ignore[method-assign]
+
+    equal_for(8, lambda: Own(None, lambda m: m.more()), sim, replace)
+
+
+def test_it_is_said_that_a_class_was_changed(sim: torch.device) -> None:
+    module = accel.patch(Stateful(a_class(), called).to(sim), capture="always")
+    with torch.no_grad():
+        for call in range(5):
+            type(module.own).value = 2 + call // 3
+            module(torch.ones(2, 4, device=sim))
+    [what] = accel.report(module).parts[0].changes
+    assert "a method or an attribute of a class" in what
