@@ -41,8 +41,6 @@ DEPTH = 8
 """How deep containers among attributes are looked into."""
 _HELPER_DEPTH = 3
 _ROOMS_OF_NO_ONE = {"torch", *sys.stdlib_module_names}
-_NEW_IN_CLASSES = {"__doc__", "__annotations__", "__signature__", "__abstractmethods__"}
-"""What Python itself, or who looks at a class, may add to it."""
 _SMALL_ARRAY = 4096
 
 
@@ -85,9 +83,14 @@ def classes_of(things: Iterable[Any]) -> list[type]:
 
 
 def of_class(kind: type, kept: list[Any]) -> tuple[Any, ...]:
-    """A class's methods and attributes as values: someone may put others in their places."""
-    found = vars(kind).copy().items()
-    return tuple((n, value_of(x, DEPTH, kept)) for n, x in found if n not in _NEW_IN_CLASSES)
+    """A class's methods and attributes as values: someone may put others in their places. Python
+    adds names of its own, `__slotnames__` when an object is copied, but no functions."""
+    found = [
+        (name, x)
+        for name, x in vars(kind).copy().items()
+        if not name.startswith("__") or isinstance(x, types.FunctionType)
+    ]
+    return tuple((name, value_of(x, DEPTH, kept)) for name, x in found)
 
 
 def is_box(x: Any) -> bool:
