@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -121,6 +122,7 @@ class GraphRunner:
             or (torch._C._len_torch_function_stack() and _foreign_function_mode())
             or torch.compiler.is_compiling()
             or torch._C._functorch.peek_interpreter_stack() is not None
+            or forward_ad._current_level >= 0
             or self._backend.is_capturing()
         )
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.backend import Backend
@@ -196,6 +197,14 @@ class TestTransparent:
     def test_under_functorch(self, runner: MakeRunner, x: Tensor) -> None:
         watched = ready(runner(double), x)
         assert torch.func.grad(lambda x: watched(x).sum())(x).tolist() == [2.0] * 4
+        assert counts(watched) == (1, 1, 1)
+
+    def test_under_forward_mode_gradients(self, runner: MakeRunner, x: Tensor) -> None:
+        watched = ready(runner(double), x)
+        with torch.no_grad(), forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))  # type: ignore[no-untyped-call]
+            tangent = forward_ad.unpack_dual(watched(dual)).tangent
+        assert tangent.tolist() == [2.0] * 4
         assert counts(watched) == (1, 1, 1)
 
     def test_with_fake_and_meta_tensors(self, runner: MakeRunner) -> None:
