@@ -80,6 +80,9 @@ def signature(call: Any, backend: Backend) -> Signature:
         kind = type(x)
         container = None if kind in _LEAVES else opened(x)
         if container is not None:
+            if (own := getattr(x, "__dict__", None)) and (name := _unseen(own, container)):
+                what = f"{argument_name(call, len(shapes))}, a {kind.__name__},"
+                raise Uncapturable(f"{what} carries {name!r} beside what is in it")
             first = seen.setdefault(id(x), len(shapes)) if isinstance(x, (list, dict)) else None
             shapes.append((kind, container.names, first))
             ahead.extend(reversed(container.children))
@@ -102,6 +105,11 @@ def signature(call: Any, backend: Backend) -> Signature:
             what = f"{argument_name(call, len(shapes))} is a {kind.__name__}"
             raise Uncapturable(f"{what}, whose contents may change")
     return Signature(tuple(shapes), tuple(values), tensors, places)
+
+
+def _unseen(own: dict[str, Any], container: Container) -> str | None:
+    """An attribute of a container that is none of its items or fields, nor None."""
+    return next((n for n, y in own.items() if y is not None and n not in container.names), None)
 
 
 def argument_name(call: Any, number: int) -> str:
@@ -245,6 +253,8 @@ def _metadata(x: torch.Tensor, backend: Backend) -> tuple[Any, ...]:
         raise Uncapturable(f"an argument is a {type(x).__name__}, not a plain tensor")
     if x.layout is not torch.strided or x.is_conj() or x.is_neg():
         raise Uncapturable("an argument is a sparse, conjugated or negated view")
+    if x.__dict__:
+        raise Uncapturable(f"an argument is a tensor that carries {next(iter(x.__dict__))!r}")
     device = x.device
     if device.type not in (backend.device_type, "cpu"):
         raise Uncapturable(f"an argument is on {device}")
@@ -267,7 +277,7 @@ class StaticInputs:
     def __init__(self, tensors: list[torch.Tensor], backend: Backend) -> None:
         if any(overlaps(distinct(x)) for x in tensors):
             raise Uncapturable("an argument is a tensor whose elements overlap in memory")
-        self.tensors = [like_in_memory(x, backend) for x in tensors]
+        self.tensors = [like_in_memory(x, backend).requires_grad_(x.requires_grad) for x in tensors]
         alike: dict[torch.dtype, list[int]] = {}
         for i, x in enumerate(self.tensors):
             if not x.is_cpu and x.numel():  # host tensors stay: their values are part of the key

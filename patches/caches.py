@@ -34,6 +34,8 @@ class Contents(dict[str, Any]):
     'Flux2KVCache'
     """
 
+    __slots__ = ("_cache", "_kind")
+
     def __init__(self, cache: Any, depth: int = _DEPTH) -> None:
         kind = type(cache)
         attributes = {name: _taken_apart(x, depth - 1) for name, x in vars(cache).items()}

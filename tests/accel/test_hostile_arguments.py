@@ -174,6 +174,14 @@ ARGUMENTS: dict[str, tuple[Callable[..., Any], Arguments]] = {
     "a conjugate": (lambda x: x * 2, lambda draw: (torch.complex(draw(2), draw(2)).conj(),)),
     "keywords": (lambda *, a, b=None: a + 1, lambda draw: {"a": draw(2, 3), "b": None}),
     "nothing": (lambda: torch.zeros(3), lambda draw: ()),
+    "one that asks for gradients": (
+        lambda x: (x * 2 if x.requires_grad else x * 3, x),
+        lambda draw: (draw(2, 3).requires_grad_(),),
+    ),
+    "a tensor with an attribute": (
+        lambda x: x * getattr(x, "scale", 1),
+        lambda draw: (x := draw(2, 3), setattr(x, "scale", draw.seed))[:1],
+    ),
     "a sparse tensor": (
         lambda x: x.to_dense() * 2,
         lambda draw: (torch.eye(3).to_sparse(),),

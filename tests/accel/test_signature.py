@@ -45,6 +45,11 @@ class Shelf(OrderedDict[str, Any]):
     label = "plain"
 
 
+def with_attribute(x: Any) -> Any:
+    x.scale = 2
+    return x
+
+
 def key(call: Any, backend: Backend) -> tuple[Any, Any]:
     made = signature(((call,), {}), backend)
     hash(made[:2])
@@ -115,6 +120,15 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a conjugate": (lambda x: torch.complex(x, x).conj(), "conjugated"),
     "a meta tensor": (lambda x: torch.ones(1, device="meta"), "is on meta"),
     "a tensor in a slice": (lambda x: slice(object(), 2), "is a object"),
+    "a tensor with an attribute": (lambda x: with_attribute(x + 1), "tensor that carries 'scale'"),
+    "a dict with an attribute": (
+        lambda x: [x, with_attribute(Shelf(x=x))],
+        "argument [0][1], a Shelf, carries 'scale'",
+    ),
+    "a dataclass with an attribute": (
+        lambda x: with_attribute(Extra(x)),
+        "argument [0], a Extra, carries 'scale'",
+    ),
 }
 
 
@@ -223,6 +237,14 @@ class TestStaticInputs:
         assert xs[0] is kwargs["y"] is static.tensors[0]
         assert one == 1
         assert call[0][0][0] is x
+
+    def test_what_asks_for_gradients_does_so_in_the_recording(
+        self, x: Tensor, backend: Backend
+    ) -> None:
+        static = StaticInputs([x, x.clone().requires_grad_()], backend)
+        assert [copy.requires_grad for copy in static.tensors] == [False, True]
+        static.fill([x + 1, x + 2])
+        assert_same(static.tensors[1].detach(), x + 2)
 
     def test_a_tensor_that_overlaps_itself_is_refused(self, x: Tensor, backend: Backend) -> None:
         with pytest.raises(Uncapturable, match="overlap"):
