@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.backends import mha as _mha
+from torch.backends import opt_einsum as _einsum
 
 from accel.backend import Backend
-from accel.signature import SMALL_HOST_TENSOR, host_bytes, leaves, opened
+from accel.layout import bytes_of
+from accel.signature import leaves, opened
 
 _KERNEL_CHOICES = (
     "_get_float32_matmul_precision",
@@ -48,7 +51,8 @@ def _readers() -> list[Callable[[], Any]]:
     fill = functools.partial(getattr, torch.utils.deterministic, "fill_uninitialized_memory")
     known = [getattr(torch._C, name) for name in _KERNEL_CHOICES if hasattr(torch._C, name)]
     layers = [functools.partial(precision, "cuda", layer) for layer in ("conv", "rnn")]
-    return [*known, *layers, _matmul_precision, fill]
+    paths = [_mha.get_fastpath_enabled, functools.partial(getattr, _einsum, "enabled")]
+    return [*known, *layers, *paths, _matmul_precision, fill]
 
 
 def _matmul_precision() -> str:
@@ -337,6 +341,9 @@ def _modules_in(x: Any, depth: int = 4) -> Iterator[nn.Module]:
                 yield from _modules_in(brought, depth - 1)
 
 
+COMPARED_BYTES = 2**16
+"""Up to here a host tensor that a recording reads is compared by value, in some 40 µs at most."""
+
 _aliases: weakref.WeakKeyDictionary[torch.UntypedStorage, set[int]] = weakref.WeakKeyDictionary()
 """Which tensors over a host storage are recordings' own, so that these do not take each other for
 the model."""
@@ -347,8 +354,7 @@ class Held:
 
     Kept alive, so that a table evicted from a cache stays readable. `stale` says in words what
     happened when the graph is the last one that does so: the model has replaced the table.
-    Host tensors, whose values are baked in, are also compared: small ones by value, others by
-    version.
+    Host tensors, whose values are baked in, are also compared: by value, the largest by version.
 
     >>> held, table = Held(), torch.ones(2, device=device)
     >>> held.hold(backend.storage(table))
@@ -387,7 +393,7 @@ class Held:
             if torch._C._storage_Use_Count(storage._cdata) <= 1:
                 return "the model has replaced a tensor that the recording reads"
         for tensor, content, ours in self._host.values():
-            if _content(tensor) != content:
+            if not torch.equal(_content(tensor), content):
                 return "a host tensor that the recording reads has changed"
             # All recordings' aliases, and the handle that asks.
             if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= len(ours) + 1:
@@ -395,8 +401,9 @@ class Held:
         return None
 
 
-def _content(tensor: torch.Tensor) -> Any:
-    """Versions do not see what is written through `.data` or numpy."""
-    if tensor.numel() <= SMALL_HOST_TENSOR:
-        return host_bytes(tensor)
-    return 0 if tensor.is_inference() else tensor._version
+def _content(tensor: torch.Tensor) -> torch.Tensor:
+    """Versions do not see what is written through `.data` or numpy, nor tensors of inference mode
+    anything: only of what is too large to be compared at every call are they asked."""
+    if tensor.nbytes <= COMPARED_BYTES:
+        return bytes_of(tensor)
+    return torch.tensor(0 if tensor.is_inference() else tensor._version, device="cpu")

@@ -135,6 +135,19 @@ class TestHeld:
         table[1].zero_()
         assert "has changed" in str(held.stale())
 
+    @pytest.mark.parametrize("how", ["data", "numpy", "inference mode"])
+    def test_a_host_tensor_changed_where_no_version_tells(self, how: str) -> None:
+        with torch.inference_mode(how == "inference mode"):
+            held, table = Held(), torch.ones(100, 40)
+        held.hold_host(table)
+        assert held.stale() is None
+        if how == "numpy":
+            table.numpy()[3] = 5
+        else:
+            with torch.inference_mode(how == "inference mode"):
+                table.data[3] = 5
+        assert "has changed" in str(held.stale())
+
 
 SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),

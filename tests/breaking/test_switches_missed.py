@@ -20,6 +20,14 @@ SWITCHES = {
         lambda: torch.utils.deterministic.fill_uninitialized_memory,
         lambda v: setattr(torch.utils.deterministic, "fill_uninitialized_memory", v),
     ),
+    "multi-head attention's fast path": (
+        torch.backends.mha.get_fastpath_enabled,
+        torch.backends.mha.set_fastpath_enabled,
+    ),
+    "the order of einsum": (
+        lambda: torch.backends.opt_einsum.enabled,
+        lambda v: setattr(torch.backends.opt_einsum, "enabled", v),
+    ),
 }
 
 
