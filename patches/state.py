@@ -188,6 +188,9 @@ def _is_users(hook: Any) -> bool:
 def _veto(modules: list[nn.Module]) -> str | None:
     if len(set(getattr(modules[0], "hf_device_map", {}).values())) > 1:
         return "device_map spreads the module over several devices"
+    hooks = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    if any(_is_users(hook) for box in hooks for hook in list(box.values())):
+        return "a forward hook on all modules would not run in a replay"
     reasons = (_veto_of(module, module is modules[0]) for module in modules)
     return next((reason for reason in reasons if reason is not None), None)
 

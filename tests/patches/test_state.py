@@ -152,6 +152,17 @@ class TestVeto:
         apply_layerwise_casting(model, storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
         assert StateProbe(model).veto() == "layerwise casting is on"
 
+    @pytest.mark.parametrize(
+        "kind", ["register_module_forward_hook", "register_module_forward_pre_hook"]
+    )
+    def test_a_users_hook_on_all_modules(self, kind: str) -> None:
+        handle = getattr(nn.modules.module, kind)(lambda *given: None)
+        try:
+            assert "hook on all modules" in str(StateProbe(Block()).veto())
+        finally:
+            handle.remove()
+        assert StateProbe(Block()).veto() is None
+
     def test_a_device_map_over_several_devices(self) -> None:
         block: Any = Block()
         block.hf_device_map = {"layer": 0, "drop": 1}
