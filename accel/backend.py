@@ -44,7 +44,7 @@ class Segment:
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # else closing makes it launchable
         self._pool = pool
-        self._launchable: Future[None] | None = None
+        self._preparation: Future[None] | None = None
 
     def begin(self) -> None:
         """Starts recording what the current stream is asked to do; nothing runs until `replay`.
@@ -85,26 +85,28 @@ class Segment:
         with contextlib.suppress(RuntimeError):  # it knows
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
-    def prepare(self) -> None:
-        """Begins to make a closed recording launchable, which takes as long as recording its work
-        did, in another thread: that needs no lock of Python's. `ready` waits for it."""
-        device = torch.cuda.current_device()
-        with contextlib.suppress(RuntimeError):  # the main thread has ended: `replay` does it
-            self._launchable = _preparing.submit(_instantiate, self._graph, device)
+    def prepare(self, stream: Any = None) -> None:
+        """Begins to make a closed recording launchable, in another thread: that needs no lock of
+        Python's. There it is also replayed on `stream`, if given. `ready` waits for it."""
+        task = _launchable, self._graph, torch.cuda.current_device(), stream
+        try:
+            self._preparation = _preparing.submit(*task)
+        except RuntimeError:  # the main thread has ended, and others still serve
+            _launchable(*task[1:])
 
     def ready(self) -> None:
         """Returns when nothing is being prepared any more. Raises what the device reports if the
         segment cannot be launched."""
-        launchable, self._launchable = self._launchable, None
+        preparation, self._preparation = self._preparation, None
         try:
-            if launchable is not None:
-                launchable.result()
+            if preparation is not None:
+                preparation.result()
         finally:
-            del launchable  # it holds its error, and so the frames that this came through
+            del preparation  # it holds its error, and so the frames that this came through
 
     def replay(self) -> None:
         """Runs the recorded work on the current stream."""
-        if self._launchable is not None:
+        if self._preparation is not None:
             self.ready()
         self._graph.replay()
 
@@ -112,9 +114,12 @@ class Segment:
 _preparing = ThreadPoolExecutor(1, "accel-preparing")
 
 
-def _instantiate(graph: torch.cuda.CUDAGraph, device: int) -> None:
+def _launchable(graph: torch.cuda.CUDAGraph, device: int, stream: Any) -> None:
     with torch.cuda.device(device):
         graph.instantiate()
+        if stream is not None:
+            with torch.cuda.stream(stream):
+                graph.replay()
 
 
 _generator_in_place = threading.RLock()  # a finalizer may ask for the state meanwhile

@@ -98,8 +98,8 @@ class Recording:
     """A graph in the making: opens and closes segments around breaks.
 
     A segment is replayed when it closes, so that break bodies, and the call that is being recorded,
-    see true values; where one is only cut, when the next closes: until then it is made launchable
-    beside. `origins` tells, by address, what storages are that need not be held.
+    see true values; where it is only cut, beside the recording, as soon as it can be launched.
+    `origins` tells, by address, what storages are that need not be held.
 
     >>> with capture(BreakableGraph(Pool(device))) as recording:
     ...     with recording.interrupted():
@@ -124,7 +124,7 @@ class Recording:
         self._undo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._segment: Any = None
         self._closed: list[Any] = []
-        """Segments that have yet to run for the first time."""
+        """Segments that are being made launchable."""
 
     def open(self) -> None:
         """Begins the next segment."""
@@ -132,35 +132,37 @@ class Recording:
         self._segment = pool.backend.segment(pool.id)
         self._segment.begin()
 
-    def close(self, waiting: int = 0) -> None:
-        """Ends the open segment. All that were closed run for the first time, unless nobody needs
-        their values; the last `waiting` do so later, and are made launchable meanwhile. Raises
-        `Refused` if this recording had failed before, and the forward went on."""
+    def close(self, cut: bool = False) -> None:
+        """Ends the open segment. All that were closed have run for the first time then, unless
+        nobody needs their values; one that is only cut does so later. Raises `Refused` if this
+        recording had failed before, and the forward went on."""
         if self._segment is None and self.refusal is not None:
             raise self.refusal
         self._segment.end()
         segment, self._segment = self._segment, None
         self.graph.steps.append(segment)
+        if self._run and not cut:
+            self.settle()
+            segment.replay()
+            return
         self._closed.append(segment)
-        if waiting or not self._run:
-            segment.prepare()
         if self._run:
-            self.settle(waiting)
+            self.graph.pool.start(segment)
+        else:
+            segment.prepare()
 
-    def settle(self, waiting: int = 0) -> None:
-        """Waits until segments can be launched, all but the last `waiting`, and runs them."""
-        while len(self._closed) > waiting:
-            segment = self._closed.pop(0)
-            if self._run:
-                segment.replay()
-            else:
-                segment.ready()
+    def settle(self) -> None:
+        """Waits until all segments can be launched. What comes next on the pool's stream comes
+        after those that run beside."""
+        while self._closed:
+            self._closed.pop(0).ready()
+        self.graph.pool.join()
 
     @contextlib.contextmanager
-    def interrupted(self, waiting: int = 0) -> Iterator[None]:
+    def interrupted(self, cut: bool = False) -> Iterator[None]:
         """Runs the body eagerly, between two segments: nothing inside is recorded or breaks."""
         with self._refusing("recording failed"):
-            self.close(waiting)
+            self.close(cut)
         _thread.recording, self.paused = None, True
         try:
             with self._refusing("no replay would see that a break raises"):
@@ -182,10 +184,9 @@ class Recording:
             raise
 
     def cut(self) -> None:
-        """Ends a segment without a break: the device runs it while the host records those after the
-        next."""
+        """Ends a segment without a break: the device runs it while the host records the next."""
         self._was_cut = True
-        with self.interrupted(waiting=1):
+        with self.interrupted(cut=True):
             pass
 
     def run_break(self, step: Break, pure: bool) -> Any:
@@ -243,6 +244,7 @@ class Recording:
                 pool.abandon(segment)
                 self.graph.steps = []
         self.graph.discard()
+        pool.join()
         for written, before in self._undo.values():
             written.copy_(before)
 

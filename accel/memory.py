@@ -22,8 +22,8 @@ from accel.backend import backend_for, keep_for_ever
 _idle_streams: defaultdict[torch.device, list[Any]] = defaultdict(list)
 """Streams of pools that are gone: libraries keep scratch memory for each they ever ran on."""
 
-_sides: dict[torch.device, Any] = {}
-"""A device's stream for constants: no pool records on it."""
+_sides: dict[torch.device, tuple[Any, Any]] = {}
+"""A device's streams for constants and for segments that run beside: no pool records on them."""
 
 STREAMS = 32
 """That torch has of a device; it gives out the same ones again and again."""
@@ -60,7 +60,8 @@ class Pool:
         self.backend = backend
         self.lock = threading.RLock()
         if self.device not in _sides:
-            _sides.setdefault(self.device, backend.new_stream(self.device))
+            sides = backend.new_stream(self.device), backend.new_stream(self.device)
+            _sides.setdefault(self.device, sides)
         self._take_stream()
         self.limit = memory_limit
         self.generation = -1
@@ -91,7 +92,7 @@ class Pool:
         """One that no other pool has, if there is one: those that share theirs wait for each other,
         and where a pool's work is in the middle of another's that can be for ever."""
         news = (self.backend.new_stream(self.device) for _ in range(STREAMS + 1))
-        others = (new for new in news if new != _sides[self.device])
+        others = (new for new in news if new not in _sides[self.device])
         first = next(others)
         return next((new for new in itertools.chain([first], others) if new not in _turns), first)
 
@@ -159,10 +160,22 @@ class Pool:
     @contextlib.contextmanager
     def upload(self) -> Iterator[None]:
         """A stream on which constants reach the device although the pool's stream records."""
-        side = _sides[self.device]
+        side, _ = _sides[self.device]
         with self.backend.on_stream(side):
             yield
             self.backend.synchronize(side)
+
+    def start(self, segment: Any) -> None:
+        """Has a segment run beside the pool's stream, after what is queued there, as soon as it can
+        be launched."""
+        _, beside = _sides[self.device]
+        self.backend.wait_stream(beside, self.stream)
+        segment.prepare(beside)
+
+    def join(self) -> None:
+        """What is queued on the pool's stream next comes after the segments that run beside."""
+        _, beside = _sides[self.device]
+        self.backend.wait_stream(self.stream, beside)
 
     def bury(self, segments: list[Any]) -> None:
         """Takes discarded segments: they are destroyed with the generation, not before."""

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.breaks import Break
 from accel.graph import ARGUMENT, OURS, Recording, Refused, current_recording
-from accel.record_stand_ins import visible_host_data
+from accel.record_stand_ins import VIEWS, visible_host_data
 from accel.signature import leaves, map_tree
 
 aten = torch.ops.aten
@@ -44,6 +44,8 @@ _RUNNING_STATISTICS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.def
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}
 _ON_HOST = "a host tensor that outlives the call"
 _TENSOR = torch.Tensor
+_SIZES = {int, torch.Size, type(None)}
+"""Not tuples, in which there may be tensors: torch reads such a size on the device."""
 _OF_TORCH = types.BuiltinFunctionType, types.MethodDescriptorType
 _NO_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 
@@ -193,14 +195,16 @@ class OpRecorder(TorchDispatchMode):
     def whole(self, owner: Any, name: str) -> Callable[..., Any]:
         """A stand-in for a function of torch that makes it one op here (torch makes up to four of a
         linear layer), and one that no dispatch mode sees, which takes most of the time. For
-        functions that have no effect but their result, unless told `out`. The original where that
-        is not torch's own, which may do anything, and where something was compiled in this process:
-        it would be compiled anew if it met another function there."""
+        functions that have no effect but their result, unless told `out`; of `VIEWS` nothing is
+        recorded: what reads one looks where it lies. The original where that is not torch's own,
+        which may do anything, and where something was compiled in this process: it would be
+        compiled anew if it met another function there."""
         original = getattr(owner, name)
         compiled = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
         if compiled or not isinstance(original, _OF_TORCH):
             return original  # type: ignore[no-any-return]
         plain = self._plain | {type(None), bool, int, float, tuple, torch.Size}
+        method, views = owner is _TENSOR, name in VIEWS
         recorder = weakref.ref(self)  # someone may keep the stand-in
 
         @functools.wraps(original)
@@ -217,15 +221,16 @@ class OpRecorder(TorchDispatchMode):
                 or torch._C._len_torch_dispatch_stack() != 1
                 or torch._C._functorch.peek_interpreter_stack() is not None
                 or not plain.issuperset(map(type, given))
-                or (owner is _TENSOR and _sizes_have_tensors(given[1:]))
+                or (method and not _SIZES.issuperset(map(type, given[1:])))
                 or "out" in kwargs
                 or here._pool.unrecordable
-                or here._look_at(given)[1]
+                or (not views and here._look_at(given)[1])
             ):
                 return original(*args, **kwargs)
-            here._count()
+            if not views:
+                here._count()
             with torch._C._DisableTorchDispatch():
-                return here._run(original, args, kwargs)
+                return original(*args, **kwargs) if views else here._run(original, args, kwargs)
 
         return run
 
@@ -347,13 +352,6 @@ class OpRecorder(TorchDispatchMode):
                     raise Refused(f"{func} writes {origin}")
                 if origin != OURS:
                     self._recording.note_effect(x, f"{func} has written {origin}")
-
-
-def _sizes_have_tensors(sizes: Iterable[Any]) -> bool:
-    """Torch reads such a size on the device, in the midst of what would be one op."""
-    return any(
-        isinstance(x, _TENSOR) or (isinstance(x, tuple) and _sizes_have_tensors(x)) for x in sizes
-    )
 
 
 def _hide_from_compiler(handler: Any) -> None:

@@ -129,14 +129,15 @@ def _on_device(index: Any, device: torch.device) -> Any:
     return index
 
 
-_METHODS = ("view", "reshape", "transpose", "permute", "unsqueeze", "chunk")
+VIEWS = ("view", "transpose", "permute", "unsqueeze", "chunk")
+"""Methods that compute nothing."""
 _LAYERS = (torch.nn.modules.linear, torch.nn.modules.conv)
 _WHOLE = [
     (torch, "group_norm"),
     (torch, "layer_norm"),
     (torch, "rms_norm"),
     (torch._C._nn, "silu"),
-    *((torch.Tensor, name) for name in _METHODS),
+    *((torch.Tensor, name) for name in (*VIEWS, "reshape")),
 ]
 """What most ops of most models are, with the linear layers and convolutions of `_LAYERS`. Not those
 that others keep, compare or replace: activations that a layer is made with in another thread, say,

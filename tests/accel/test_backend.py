@@ -84,6 +84,28 @@ def test_a_segment_can_be_replayed_when_no_thread_can_be_started_any_more(
     assert segment._graph.launches == 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("ended", [False, True], ids=["a thread", "no thread any more"])
+def test_a_segment_that_is_to_run_beside_is_launched_once_and_on_that_stream(
+    ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Graph.go.set()
+    entered, preparing = list[object](), ThreadPoolExecutor(1)
+
+    @contextlib.contextmanager
+    def on(stream: object) -> Iterator[None]:
+        entered.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(backend, "_preparing", preparing)
+    if ended:
+        preparing.shutdown()
+    segment, beside = Segment((0, 1)), object()
+    segment.prepare(beside)
+    segment.ready()
+    assert (entered, segment._graph.launches) == ([beside], 1)  # type: ignore[attr-defined]
+
+
 def test_once_a_segment_is_ready_nobody_else_holds_it() -> None:
     """Its pool's memory would not come back with the pool."""
     Graph.go.set()

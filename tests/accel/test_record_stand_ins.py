@@ -127,6 +127,30 @@ class TestWholeFunctions:
             WRITING[name](x)
         assert_same(x, before)
 
+    def test_views_are_nothing_to_record(self, x: Tensor) -> None:
+        graph, y = record(lambda x: x.view(3, 2).transpose(0, 1).unsqueeze(0).chunk(2, 2)[1] * 2, x)
+        assert graph.operations == 1
+        assert_same(y, x.view(3, 2).t()[None, :, 2:] * 2)
+
+    @pytest.mark.parametrize("where", ["beside", "on the host"])
+    def test_what_views_are_of_is_held_when_one_is_read(self, where: str, x: Tensor) -> None:
+        """From the second half of a table that no recorded work made."""
+        table = torch.arange(12.0)
+        tables = [table if where == "on the host" else table.to(x.device)]
+
+        def half(x: Tensor) -> Tensor:
+            return x + tables[0].chunk(2)[1].view(2, 3).unsqueeze(0).to(x.device)
+
+        with capture(graph := BreakableGraph(Pool(x.device))) as recording:
+            y = half(x)
+        assert recording.held.stale() is None
+        x.mul_(2)
+        graph.replay()
+        assert_same(y, half(x))
+        tables.clear()
+        del table
+        assert "the model has replaced a" in str(recording.held.stale())
+
     def test_host_tensors_stay_constants(self, x: Tensor) -> None:
         graph, y = record(lambda x: x + torch.arange(6.0).view(2, 3).unsqueeze(0).to(x.device), x)
         x.zero_()

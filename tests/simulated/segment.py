@@ -63,6 +63,7 @@ class SimulatedSegment:
         self.steps: list[Step] = []
         self.invalid = False
         self._carried: dict[int, int] = {}
+        self._beside: Stream | None = None
 
     def poison(self, view: torch.Tensor) -> None:
         """Makes a recorded result unreadable until it is computed. Not where an earlier segment's
@@ -102,15 +103,22 @@ class SimulatedSegment:
         self.pool.recording = False
         self._recorded = True
 
-    def prepare(self) -> None:
-        """Notes that it waits for its first replay, or for `ready`."""
+    def prepare(self, stream: Stream | None = None) -> None:
+        """Notes that it waits for `ready`, and then for its first replay: on `stream`, if given, as
+        of now."""
         if not self._recorded:
             raise RuntimeError("prepare() of a segment that holds no finished recording")
         self.pool.waiting[id(self)] = self._carried
+        self._beside = stream
+        if stream is not None:
+            stream.time = max(stream.time, card.clock.host + card.clock.replay_host)
 
     def ready(self) -> None:
         """It is, here."""
         self.pool.waiting.pop(id(self), None)
+        stream, self._beside = self._beside, None
+        if stream is not None:
+            self._run(stream)
 
     def replay(self) -> None:
         """Runs the recorded operators on the current stream."""
@@ -122,6 +130,10 @@ class SimulatedSegment:
             raise stream.segment.refuse("the replay of another segment")
         clock.host += clock.replay_host
         stream.time = max(stream.time, clock.host)
+        self._run(stream)
+
+    def _run(self, stream: Stream) -> None:
+        clock = card.clock
         with quiet():
             for step in self.steps:
                 step.replay()

@@ -83,6 +83,29 @@ def test_a_segment_can_be_made_launchable_while_the_next_is_recorded(
             assert z.eq(2 * (value + 200) + 200).all().item()
 
 
+def test_a_segment_can_run_on_another_stream_while_the_next_is_recorded(
+    backend: Backend, device: torch.device, pool: Any, stream: Any
+) -> None:
+    x, beside = torch.ones(4096, device=device), backend.new_stream(device)
+    first, second = backend.segment(pool), backend.segment(pool)
+    with torch.no_grad(), backend.on_stream(stream):
+        backend.wait_stream(stream, torch_default(backend, device))
+        first.begin()
+        y = x + 1
+        first.end()
+        backend.wait_stream(beside, stream)
+        first.prepare(beside)
+        second.begin()
+        z = y * 2
+        first.ready()
+        second.end()
+        backend.wait_stream(stream, beside)
+        assert y.eq(2).all().item()
+        second.replay()
+        backend.synchronize(stream)
+        assert z.eq(4).all().item()
+
+
 def torch_default(backend: Backend, device: torch.device) -> Any:
     """The stream that tensors made outside were made on."""
     return backend.current_stream(device)
