@@ -130,6 +130,8 @@ def test_a_shim_stays_away_from_other_methods(
 class Meeting:
     """One thread in the midst of a plain call, while another records the same model."""
 
+    __slots__ = ("_done", "_eager", "_forward", "_model", "_other", "_records")  # no one sees them
+
     def __init__(self, model: nn.Module, place: nn.Module) -> None:
         self._model, self._forward = model, place.forward
         self._eager, self._records, self._done = (threading.Event() for _ in range(3))
