@@ -301,6 +301,9 @@ class GraphRunner:
                 undo.pop_all()
         except Exception as error:
             failure = error.with_traceback(None)  # whose frames hold tensors
+        except BaseException:  # Ctrl-C
+            self._retire_if_kept(live)
+            raise
         else:
             recorded.state = state
             entry.add(recorded)
@@ -311,8 +314,14 @@ class GraphRunner:
         try:
             return self._eager_after_failure(entry, failure, call, again)
         finally:
-            if outlives_garbage(lambda: not self._backend.live_blocks(pool.id) <= live):
-                pool.retire()  # or older graphs would write what someone keeps
+            self._retire_if_kept(live)
+
+    def _retire_if_kept(self, live: set[int]) -> None:
+        """Gives the graphs up if someone keeps what a failed recording made, beside the blocks that
+        were `live` before: older graphs would write it."""
+        pool = self.pool
+        if outlives_garbage(lambda: not self._backend.live_blocks(pool.id) <= live):
+            pool.retire()
 
     def _eager_after_failure(self, entry: Entry, error: Exception, call: Any, again: bool) -> Any:
         """The user's call does not fail because a recording did. If the eager call fails too, the

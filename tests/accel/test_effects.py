@@ -99,6 +99,32 @@ class TestL7FailedRecordings:
                 assert watched(x).tolist() == [2.0] * 3
         assert watched.report.captures == 1
 
+    def test_what_an_interrupted_recording_has_left_is_not_written_by_older_graphs(
+        self, device: torch.device, runner: MakeRunner
+    ) -> None:
+        kept: list[Tensor] = []
+        interrupts = [False]
+
+        def keeps(x: Tensor) -> Tensor:
+            y = x * 2
+            z = y + y.sum().item() * 0
+            if interrupts[0]:
+                kept.append(y)
+                raise KeyboardInterrupt
+            return z.sin() + y
+
+        watched, small, large = runner(keeps), *(torch.ones(n, device=device) for n in (3, 5))
+        with torch.no_grad():
+            for x in (small, small, large):
+                watched(x)
+            interrupts[0] = True
+            with pytest.raises(KeyboardInterrupt):
+                watched(large)
+            interrupts[0] = False
+            for value in range(3):
+                watched(small * value)
+        assert kept[0].tolist() == [2.0] * 5
+
 
 class TestL8Results:
     """What a call returns is a copy, except inputs and weights, which are themselves."""
