@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 import transformers
@@ -12,24 +13,33 @@ from accel.pipelines.hushing import hushed, no_word_on_torchvision
 LOG = logging.getLogger("transformers.utils.import_utils")
 
 
-def test_advice_and_bars_come_back_after_an_error_too() -> None:
+@pytest.fixture(autouse=True)
+def _talkative() -> Iterator[None]:
+    """Other tests of this process have switched the library to silence, as the commands do."""
     logs = transformers.utils.logging
     before = logs.get_verbosity(), logs.is_progress_bar_enabled()
+    logs.set_verbosity_warning()
+    logs.enable_progress_bar()
+    yield
+    logs.set_verbosity(before[0])
+    if not before[1]:
+        logs.disable_progress_bar()
+
+
+def test_advice_and_bars_come_back_after_an_error_too() -> None:
+    logs = transformers.utils.logging
     with pytest.raises(RuntimeError), hushed(transformers):
         assert (logs.get_verbosity(), logs.is_progress_bar_enabled()) == (logging.ERROR, False)
         raise RuntimeError
-    assert (logs.get_verbosity(), logs.is_progress_bar_enabled()) == before
+    assert (logs.get_verbosity(), logs.is_progress_bar_enabled()) == (logging.WARNING, True)
 
 
 def test_bars_that_were_off_stay_off() -> None:
     logs = transformers.utils.logging
     logs.disable_progress_bar()
-    try:
-        with hushed(transformers):
-            pass
-        assert not logs.is_progress_bar_enabled()
-    finally:
-        logs.enable_progress_bar()
+    with hushed(transformers):
+        pass
+    assert not logs.is_progress_bar_enabled()
 
 
 def test_one_remark_is_left_out_and_no_other() -> None:
