@@ -88,11 +88,12 @@ class Segment:
     def prepare(self, stream: Any = None) -> None:
         """Begins to make a closed recording launchable, in another thread: that needs no lock of
         Python's. There it is also replayed on `stream`, if given. `ready` waits for it."""
-        task = _launchable, self._graph, torch.cuda.current_device(), stream
+        device = torch.cuda.current_device()
+        task = functools.partial(_launchable, self._graph, device, stream)
         try:
-            self._preparation = _preparing.submit(*task)
+            self._preparation = _preparing.submit(task)
         except RuntimeError:  # the main thread has ended, and others still serve
-            _launchable(*task[1:])
+            task()
 
     def ready(self) -> None:
         """Returns when nothing is being prepared any more. Raises what the device reports if the

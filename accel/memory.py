@@ -104,13 +104,18 @@ class Pool:
         self._graveyard: list[Any] = []
         self._anchor: Any = None
 
-    def anchor(self) -> None:
-        """Makes sure that the pool's id outlives its graphs. Call on the pool's stream."""
+    def anchor(self, room: int = 0) -> None:
+        """Makes sure that the pool's id outlives its graphs. Call on the pool's stream. The first
+        time `room` bytes are taken in one piece, for graphs to find theirs in: of tensor by tensor
+        a fifth more is lost between the pieces. Raises OutOfMemoryError if there is no such piece;
+        the pool can do without."""
         if self._anchor is None:
-            anchor = self.backend.segment(self.id)
-            anchor.begin()
-            anchor.end()
-            self._anchor = anchor
+            self._anchor = self.backend.segment(self.id)
+            self._anchor.begin()
+            try:
+                torch.empty(room, dtype=torch.uint8, device=self.device)
+            finally:
+                self._anchor.end()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ so that the others find their memory in what it left.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,6 +22,9 @@ FRUITLESS = 4
 """Times in a row that the model changed while graphs of it ran, after which none are captured."""
 BARRED_CALLS = 64
 """Batches that run eagerly then, before graphs are tried again."""
+
+SLACK = 16
+"""The part of the activations that their memory has in addition, for what lies between tensors."""
 
 Progress = Callable[[int, int, int], None]
 """Called with (graphs captured, graphs to capture, bucket)."""
@@ -63,10 +67,15 @@ class Graphs:
             self._capture(self._ladder.largest, paged and self._full)
         return self._capture(bucket, paged and self._full)
 
-    def capture(self, progress: Progress | None) -> None:
-        """Captures every bucket that is not there yet, the largest first."""
+    def capture(self, progress: Progress | None, activations: int = 0) -> None:
+        """Captures every bucket that is not there yet, the largest first, which is expected to have
+        so many bytes of `activations` alive: the pool then begins with as much in one piece. Not
+        where a mask, which grows with the square, makes that a guess."""
         self._follow_the_model()
         self._clear_the_ground()
+        activations *= bool(self._body.groups)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self.pool.anchor(activations + activations // SLACK)
         kinds = list(self.kinds())
         for done, (bucket, paged) in enumerate(kinds):
             if self.given_up is not None:
@@ -158,7 +167,7 @@ class Graphs:
                 return f"not captured: {self._body.backend.name}: {why}"
         pool, report = self.pool, self._report
         pool.make_room()
-        before, started = pool.bytes(), pool.backend.now()
+        before, started = pool.bytes() if self._captured else 0, pool.backend.now()
         try:
             captured = self._with_or_without_recorder(bucket, paged)
         except torch.OutOfMemoryError:

@@ -34,9 +34,6 @@ from accel.prefill.workplace import Workplace
 HEAD_ROWS = 1024
 """Rows of hidden states that `score` gives the head at a time."""
 
-SCARCE = 4
-"""Memory is planned for before capturing if less than this part of it is free."""
-
 
 class PrefillRunner:
     """Runs prompts of one model. See `accel.prefill` for what callers may ask of it.
@@ -139,14 +136,14 @@ class PrefillRunner:
         """
         with self._alone():
             if self._graphs is not None:
-                self._check_memory()
+                activations = self._planned_activations()
                 if progress is True:
                     from accel.prefill.progress import bar
 
                     with bar() as shown:
-                        self._graphs.capture(shown)
+                        self._graphs.capture(shown, activations)
                 else:
-                    self._graphs.capture(progress or None)
+                    self._graphs.capture(progress or None, activations)
         return self
 
     @property
@@ -312,18 +309,18 @@ class PrefillRunner:
         ]
         return torch.cat(parts).cpu() if parts else torch.empty(0, device=HOST)
 
-    def _check_memory(self) -> None:
-        """Raises if memory is scarce and not enough. Not over several ranks: each has its own."""
-        assert self._pool is not None
-        free, total = self._pool.backend.memory(self._pool.device)
-        if free > total // SCARCE or self.report.captures or self._model.ranks > 1:
-            return
+    def _planned_activations(self) -> int:
+        """By the plan, in bytes; 0 if something is captured already, and over several ranks: each
+        has its own memory. Raises ValueError if the plan needs more than there is."""
+        if self.report.captures or self._model.ranks > 1:
+            return 0
         plan = self.plan()
         if not plan.fits:
             raise ValueError(
                 f"capturing to max_tokens={plan.max_tokens} takes about {plan.needed:,} bytes, "
                 f"{plan.free:,} are free: lower max_tokens="
             )
+        return plan.activations
 
 
 def _check_sizes(**sizes: int) -> None:

@@ -19,6 +19,8 @@ from accel.graph import BreakableGraph, capture
 from accel.memory import Pool
 from accel.runner import GraphRunner
 
+MIB = 2**20
+
 
 def test_a_device_without_graphs_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing can be recorded on cpu"):
@@ -65,6 +67,36 @@ def test_a_closed_pool_leaves_nothing(pool: Pool, backend: Backend) -> None:
     gc.collect()
     pool.close()
     assert backend.reserved_bytes(pool.device) - before < 1 << 20
+
+
+def narrow_then_wide(device: torch.device) -> None:
+    """Three tensors of 24 MiB at once, then two of 40."""
+    narrow = [torch.empty(24, MIB, dtype=torch.uint8, device=device) for _ in range(3)]
+    del narrow
+    wide = [torch.empty(40, MIB, dtype=torch.uint8, device=device) for _ in range(2)]
+    del wide
+
+
+@pytest.mark.parametrize(("room", "taken"), [(0, 72 + 80), (88, 88)])
+def test_memory_taken_in_one_piece_serves_tensors_of_all_sizes(
+    pool: Pool, room: int, taken: int
+) -> None:
+    with pool.entered():
+        pool.anchor(room * MIB)
+    with torch.no_grad(), capture(BreakableGraph(pool)):
+        narrow_then_wide(pool.device)
+    assert pool.bytes() == taken * MIB
+
+
+def test_a_pool_does_without_a_piece_that_is_not_there(pool: Pool) -> None:
+    with pool.entered(), pytest.raises(torch.OutOfMemoryError):
+        pool.anchor(1 << 48)
+    assert pool.bytes() == 0
+    pool.relieve()
+    with torch.no_grad(), capture(graph := BreakableGraph(pool)):
+        y = torch.ones(2, device=pool.device) + 1
+    graph.replay()
+    assert y.tolist() == [2.0, 2.0]
 
 
 def test_the_stream_of_a_closed_pool_is_the_next_ones(device: torch.device) -> None:

@@ -238,6 +238,14 @@ def test_the_pool_needs_no_more_than_the_largest_bucket(tiny: TinyModel, make: M
     assert runner.report.pool_bytes == sum(b.pool_bytes for b in runner.report.buckets)
 
 
+def test_the_pool_begins_with_what_the_plan_says_in_one_piece(tiny: TinyModel, make: Make) -> None:
+    runner = make(tiny, max_tokens=8192, attention="reference")
+    planned = runner.plan().activations
+    runner.capture()
+    assert planned > 32 << 20
+    assert planned < runner.report.pool_bytes < planned * 17 // 16 + (8 << 20)
+
+
 @pytest.mark.parametrize("mode", ["breakable", "full"])
 def test_graphs_read_their_batches_in_turns_from_one_place(
     tiny: TinyModel, make: Make, mode: str
