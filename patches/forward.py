@@ -42,6 +42,12 @@ class PatchedMethod:
             return self.original(*args, **kwargs)
         return self._instead(self.original, args, kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """What else a method has: `__self__`, `__func__`, `__code__`."""
+        if name in PatchedMethod.__slots__:  # not set yet
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
     def install(self) -> None:
         """Puts it on the instance."""
         self._module.__dict__[self._name] = self

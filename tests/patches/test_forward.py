@@ -58,6 +58,17 @@ def test_it_looks_like_the_method() -> None:
     assert "shift" in inspect.signature(module.forward).parameters
 
 
+def test_it_has_what_a_method_has() -> None:
+    """Some bind a forward to another module: `module.forward.__func__.__get__(other)`."""
+    module, other = Doubles(), Doubles()
+    method = module.forward
+    PatchedMethod(module, "forward", lambda original, args, kwargs: None).install()
+    for name in ("__self__", "__func__", "__code__", "__defaults__"):
+        assert getattr(module.forward, name) is getattr(method, name)
+    assert module.forward.__func__.__get__(other).__self__ is other
+    assert not hasattr(module.forward, "no_such_attribute")
+
+
 def test_retired_nothing_is_left() -> None:
     module = Doubles()
     before = dict(vars(module))
