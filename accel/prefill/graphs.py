@@ -23,7 +23,7 @@ FRUITLESS = 4
 BARRED_CALLS = 64
 """Batches that run eagerly then, before graphs are tried again."""
 
-SLACK = 16
+SLACK = 32
 """The part of the activations that their memory has in addition, for what lies between tensors."""
 
 Progress = Callable[[int, int, int], None]

@@ -243,7 +243,7 @@ def test_the_pool_begins_with_what_the_plan_says_in_one_piece(tiny: TinyModel, m
     planned = runner.plan().activations
     runner.capture()
     assert planned > 32 << 20
-    assert planned < runner.report.pool_bytes < planned * 17 // 16 + (8 << 20)
+    assert planned < runner.report.pool_bytes < planned * 33 // 32 + (8 << 20)
 
 
 @pytest.mark.parametrize("mode", ["breakable", "full"])
