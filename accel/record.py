@@ -204,7 +204,8 @@ class OpRecorder(TorchDispatchMode):
         if compiled or not isinstance(original, _OF_TORCH):
             return original  # type: ignore[no-any-return]
         plain = self._plain | {type(None), bool, int, float, tuple, torch.Size}
-        method, views = owner is _TENSOR, name in VIEWS
+        views = name in VIEWS
+        shapes = views or name == "reshape"
         recorder = weakref.ref(self)  # someone may keep the stand-in
 
         @functools.wraps(original)
@@ -221,7 +222,7 @@ class OpRecorder(TorchDispatchMode):
                 or torch._C._len_torch_dispatch_stack() != 1
                 or torch._C._functorch.peek_interpreter_stack() is not None
                 or not plain.issuperset(map(type, given))
-                or (method and not _SIZES.issuperset(map(type, given[1:])))
+                or (shapes and not _SIZES.issuperset(map(type, given[1:])))
                 or "out" in kwargs
                 or here._pool.unrecordable
                 or (not views and here._look_at(given)[1])

@@ -138,6 +138,7 @@ _WHOLE = [
     (torch, "rms_norm"),
     (torch._C._nn, "silu"),
     *((torch.Tensor, name) for name in (*VIEWS, "reshape")),
+    *((torch.Tensor, name) for name in ("__add__", "__sub__", "__mul__", "__truediv__")),
 ]
 """What most ops of most models are, with the linear layers and convolutions of `_LAYERS`. Not those
 that others keep, compare or replace: activations that a layer is made with in another thread, say,

@@ -44,12 +44,14 @@ WHOLE_FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "silu": lambda x: functional.silu(x, inplace=False),
     "views": lambda x: x.view(2, -1).reshape((4, 4)).transpose(0, 1).permute(1, 0).unsqueeze(0),
     "chunks": lambda x: x.chunk(2, dim=-1),
+    "sums and products": lambda x: ((x + 1.5) * x - x[0]) / 3 + torch.tensor(2.0) * (1 - x) / 7,
 }
 """Of a tensor of 1 x 2 x 2 x 4."""
 
 
 WRITING: dict[str, Callable[[Tensor], Any]] = {
     "in place": lambda x: functional.silu(x, inplace=True),
+    "a sum in place": lambda x: x.__iadd__(1),
     "in place, by position": lambda x: functional.silu(x, True),
     "a layer's result": lambda x: _LAYERS[0].F.linear(x * 1, x.new_ones(3, 3), out=x),
     "an activation's result": lambda x: torch._C._nn.silu(x * 1, out=x),
