@@ -228,13 +228,16 @@ class Recording:
                 self._undo[storage.data_ptr()] = whole, whole.clone()
 
     def abort(self) -> None:
-        """Ends a recording that failed and leaves the process usable. Writes outside the recording
-        are taken back, for the eager rerun."""
+        """Ends a recording that failed and leaves the process usable. What was recorded up to there
+        runs, as it would have eagerly: the forward may have kept some of it, in a cache it fills.
+        Writes outside the recording are taken back, for the eager rerun."""
         pool, segment = self.graph.pool, self._segment
-        self._segment = None
+        self._segment, launched = None, self._run
         while self._closed:  # or their memory would not come back with the pool
-            with contextlib.suppress(Exception):
-                self._closed.pop().ready()
+            try:
+                self._closed.pop(0).ready()
+            except Exception:
+                launched = False
         if segment is not None:
             try:
                 segment.end()
@@ -242,9 +245,12 @@ class Recording:
             except Exception:
                 pool.may_cut &= not self._was_cut
                 pool.abandon(segment)
-                self.graph.steps = []
-        self.graph.discard()
+                self.graph.steps, launched = [], False
         pool.join()
+        if segment is not None and launched:
+            with contextlib.suppress(Exception):
+                segment.replay()
+        self.graph.discard()
         for written, before in self._undo.values():
             written.copy_(before)
 

@@ -326,7 +326,11 @@ def all_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def attributes_of_others(modules: list[nn.Module]) -> list[dict[str, Any]]:
-    """The attributes of those modules that are not torch's own, or have been given a forward."""
+    """The attributes of those modules that are not torch's own, or have been given a forward.
+
+    >>> attributes_of_others([nn.ReLU()])
+    []
+    """
     owns = ((vars(m), type(m).__module__) for m in modules)
     return [own for own, room in owns if "forward" in own or not room.startswith("torch.")]
 

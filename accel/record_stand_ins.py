@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import autograd
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._device import _device_constructors
 
@@ -121,6 +122,18 @@ def _text(self: torch.Tensor, **options: Any) -> str:
     return _REPR(self, **options)
 
 
+def _refusing(original: Any, why: str) -> Any:
+    """`original`, but no recording that calls it is used."""
+
+    @functools.wraps(original)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if current_recording() is not None:
+            raise Refused(why)
+        return original(*args, **kwargs)
+
+    return refuse
+
+
 def _on_device(index: Any, device: torch.device) -> Any:
     if isinstance(index, tuple):
         return tuple(_on_device(part, device) for part in index)
@@ -143,6 +156,8 @@ _WHOLE = [
 """What most ops of most models are, with the linear layers and convolutions of `_LAYERS`. Not those
 that others keep, compare or replace: activations that a layer is made with in another thread, say,
 or `scaled_dot_product_attention`."""
+_BACKWARD = "_engine_run_backward"
+"""What computes gradients: in a thread that does not record, so unseen."""
 _REPR: Callable[..., str] = torch.Tensor.__repr__
 _STAND_INS: list[tuple[Any, str, Any]] = [
     (torch, "tensor", _from_data(torch.tensor)),
@@ -150,6 +165,8 @@ _STAND_INS: list[tuple[Any, str, Any]] = [
     (torch, "asarray", _from_data(torch.asarray)),
     (torch.Tensor, "new_tensor", _new_tensor),
     (torch.Tensor, "__repr__", _text),
+    (torch, "manual_seed", _refusing(torch.manual_seed, "the forward seeds random generators")),
+    (autograd, _BACKWARD, _refusing(getattr(autograd, _BACKWARD), "the forward differentiates")),
 ]
 _INDEXING_STAND_INS = {
     "__getitem__": _indexed(torch._C.TensorBase.__getitem__),

@@ -195,13 +195,21 @@ class Results:
                 if type(x) not in backend.tensor_types:
                     raise Refused(f"the call returns a {type(x).__name__}, not a plain tensor")
                 groups.setdefault(self._place(x), []).append(x)
-                if x.requires_grad and origins.get(self._place(x), OURS) == OURS:
-                    raise Refused("the call returns a tensor that asks for gradients")
+                self._refuse_what_a_copy_lacks(x, origins.get(self._place(x), OURS))
             elif not is_value(x):
                 raise Refused(f"the call returns a {type(x).__name__}, whose contents may change")
         ours = {b: xs for b, xs in groups.items() if b < 0 or origins.get(b) == OURS}
         self.storages = {base: _whole(xs) for base, xs in ours.items()}
         """For each storage with results that are to be copied, the part that holds them."""
+
+    def _refuse_what_a_copy_lacks(self, x: torch.Tensor, origin: str) -> None:
+        if x.requires_grad and origin == OURS:
+            raise Refused("the call returns a tensor that asks for gradients")
+        if x.__dict__ and origin in (OURS, ARGUMENT):
+            raise Refused(f"the call returns a tensor that carries {next(iter(x.__dict__))!r}")
+        position = self._static.storages.get(self._place(x))
+        if position is not None and _kind(x) != _kind(self._static.tensors[position]):
+            raise Refused("the call returns an argument as another dtype")
 
     def _place(self, x: torch.Tensor) -> int:
         """The address of its storage; empty ones have none, and are told apart by themselves."""
@@ -226,9 +234,14 @@ class Results:
         return map_tree(leaf, self._result)
 
 
+def _kind(x: torch.Tensor) -> tuple[torch.dtype, bool, bool]:
+    """How its bytes are read."""
+    return x.dtype, x.is_conj(), x.is_neg()
+
+
 def _whole(group: list[torch.Tensor]) -> torch.Tensor:
     """The part of their storage that tensors lie in, as a flat one."""
-    if len({(x.dtype, x.is_conj(), x.is_neg()) for x in group}) > 1:
+    if len(set(map(_kind, group))) > 1:
         raise Refused("the call returns views of one storage with different dtypes")
     begin = min(x.storage_offset() for x in group)
     end = max(x.storage_offset() + span(x) for x in group)

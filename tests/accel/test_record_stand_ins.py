@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -23,6 +23,12 @@ from accel.memory import Pool
 from accel.record_stand_ins import _LAYERS, _WHOLE, visible_host_data
 from tests.accel.same import assert_same
 from tests.accel.test_record import record
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tests of other files, in this process."""
+    monkeypatch.setattr(torch._dynamo.utils, "counters", defaultdict(Counter))
 
 
 @pytest.fixture
