@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import operator
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +22,7 @@ from torch.backends import opt_einsum as _einsum
 
 from accel.backend import Backend
 from accel.layout import bytes_of
-from accel.signature import leaves, opened
+from accel.modules import all_modules
 
 _KERNEL_CHOICES = (
     "_get_float32_matmul_precision",
@@ -279,70 +278,6 @@ def _inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
             inner = [(name, getattr(x, name)) for name in {*names, *vars(x)}]
             ahead += [(f"{way}.{name}".lstrip("."), y) for name, y in inner]
     return dict(found.values())
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""Attributes that torch itself gives a module."""
-
-
-def carried(x: Any) -> tuple[Any, ...]:
-    """What a callable brings along beside its code: a bound method its object, a partial function
-    its arguments, a function its closure, defaults and attributes.
-
-    >>> carried([].append), carried(functools.partial(max, 1)), carried(len)
-    ((), (<built-in function max>, (1,), {}), ())
-    """
-    if isinstance(x, types.MethodType):
-        return x.__self__, x.__func__
-    if isinstance(x, functools.partial):
-        return x.func, x.args, x.keywords
-    if not isinstance(x, types.FunctionType):
-        return ()
-    inside = [cell.cell_contents for cell in x.__closure__ or () if cell != types.CellType()]
-    own = x.__dict__ if x.__dict__.keys() - {"__wrapped__"} else None
-    return (*inside, *filter(None, (x.__defaults__, x.__kwdefaults__, own)))
-
-
-def all_modules(module: nn.Module) -> list[nn.Module]:
-    """`module` and those in it, also in plain lists and dicts among the attributes and behind
-    functions that stand there, each once.
-
-    >>> class Own(nn.Module):
-    ...     pass
-    >>> own = Own()
-    >>> own.spare = [nn.ReLU()]
-    >>> all_modules(own)
-    [Own(), ReLU()]
-    """
-    found: dict[nn.Module, None] = {}
-    ahead = [module]
-    while ahead:
-        news = [m for m in ahead.pop().modules() if m not in found]
-        found.update(dict.fromkeys(news))
-        for own in attributes_of_others(news):
-            boxes = (x for name, x in list(own.items()) if name not in _OF_EVERY_MODULE)
-            ahead += [m for x in boxes if opened(x) or carried(x) for m in _modules_in(x)]
-    return list(found)
-
-
-def attributes_of_others(modules: list[nn.Module]) -> list[dict[str, Any]]:
-    """The attributes of those modules that are not torch's own, or have been given a forward.
-
-    >>> attributes_of_others([nn.ReLU()])
-    []
-    """
-    owns = ((vars(m), type(m).__module__) for m in modules)
-    return [own for own, room in owns if "forward" in own or not room.startswith("torch.")]
-
-
-def _modules_in(x: Any, depth: int = 4) -> Iterator[nn.Module]:
-    """The modules in containers, and behind the callables in these."""
-    for leaf in leaves(x):
-        if isinstance(leaf, nn.Module):
-            yield leaf
-        elif depth:
-            for brought in carried(leaf):
-                yield from _modules_in(brought, depth - 1)
 
 
 COMPARED_BYTES = 2**16

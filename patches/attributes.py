@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import types
 from collections import deque
 from collections.abc import Iterable
@@ -17,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.guard import carried
+from accel.modules import carried
+from accel.patches.code import is_of_no_one
 from accel.patches.forward import PatchedMethod
 
 OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
@@ -40,7 +40,6 @@ _BOXES = (list, dict, set, tuple, deque, bytearray, *_CALLABLES)
 DEPTH = 8
 """How deep containers among attributes are looked into."""
 _HELPER_DEPTH = 3
-_ROOMS_OF_NO_ONE = {"torch", *sys.stdlib_module_names}
 _SMALL_ARRAY = 4096
 
 
@@ -72,6 +71,11 @@ def state_of(module: nn.Module, kept: list[Any]) -> tuple[Any, ...]:
     return id(module), kind, kind.forward, attributes.get("training"), tuple(map(id, hooks)), own
 
 
+def callables(owns: list[dict[str, Any]]) -> list[Any]:
+    """The functions among attributes, those in containers left out."""
+    return [x for own in owns for x in list(own.values()) if isinstance(x, _CALLABLES)]
+
+
 def classes_of(things: Iterable[Any]) -> list[type]:
     """The classes of things and those that these come from, each once: not Python's, nor torch's.
 
@@ -79,7 +83,7 @@ def classes_of(things: Iterable[Any]) -> list[type]:
     []
     """
     kinds = dict.fromkeys(kind for known in set(map(type, things)) for kind in known.__mro__)
-    return [kind for kind in kinds if kind.__module__.partition(".")[0] not in _ROOMS_OF_NO_ONE]
+    return [kind for kind in kinds if not is_of_no_one(kind.__module__)]
 
 
 def of_class(kind: type, kept: list[Any]) -> tuple[Any, ...]:

@@ -15,17 +15,19 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from accel.guard import all_modules, attributes_of_others
+from accel.modules import all_modules, attributes_of_others
 from accel.patches.attributes import (
     DEPTH,
     HOOKS,
     REGISTRY,
+    callables,
     classes_of,
     helpers,
     of_class,
     state_of,
     value_of,
 )
+from accel.patches.code import Globals
 from accel.patches.watch import Watch, Weights
 
 _FACTS = ("the identity", "the class", "the forward", "the training flag", "the forward hooks")
@@ -131,20 +133,20 @@ class _State:
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules, self._kept = modules, list[Any](modules)
         self.values: list[Any] = [state_of(module, self._kept) for module in modules]
-        found = helpers(attributes_of_others(modules))
+        owns = attributes_of_others(modules)
+        found = helpers(owns)
         for helper in found:
             self._kept.append(helper)
             self.values.append((type(helper), value_of(vars(helper), DEPTH, self._kept)))
         self._classes = classes_of([*modules, *found])
         self._of_classes = [of_class(kind, self._kept) for kind in self._classes]
+        self._globals = Globals(self._classes, callables(owns + list(map(vars, found))))
 
     def __eq__(self, other: object) -> bool:
-        mine = self.values, self._classes, self._of_classes
-        return isinstance(other, _State) and mine == (
-            other.values,
-            other._classes,
-            other._of_classes,
-        )
+        return isinstance(other, _State) and self._compared() == other._compared()
+
+    def _compared(self) -> tuple[Any, ...]:
+        return self.values, self._classes, self._of_classes, self._globals.values
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -157,8 +159,11 @@ class _State:
             if now != was:
                 name = names.get(module) or "the module itself"
                 return f"{_difference(now, was)} of {name}"
+        before_it, now = before._globals.values, self._globals.values
+        others = [name for name in before_it | now if before_it.get(name) != now.get(name)]
         if self.values == before.values:
-            return "a method or an attribute of a class"
+            own = self._of_classes == before._of_classes and others
+            return f"a global, {others[0]}" if own else "a method or an attribute of a class"
         return "an object that modules share: a processor, a configuration, a controller"
 
 

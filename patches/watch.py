@@ -17,19 +17,21 @@ from typing import Any
 
 from torch import nn
 
-from accel.guard import attributes_of_others, carried
+from accel.modules import attributes_of_others, carried
 from accel.patches.attention import OfThisThread
 from accel.patches.attributes import (
     DEPTH,
     HOOKS,
     OF_TORCH,
     REGISTRY,
+    callables,
     classes_of,
     helpers,
     hooks_of_registry,
     is_box,
     value_of,
 )
+from accel.patches.code import Globals
 from accel.patches.forward import PatchedMethod
 from accel.signature import identities
 
@@ -80,7 +82,9 @@ class Watch:
         kept = [x for x in reached if isinstance(x, _KEPT_BOXES)]
         families = [m._modules for m in modules]
         self._insides = [(box, copy.copy(box)) for box in kept + families]
-        classes: list[Any] = [vars(kind) for kind in classes_of([*modules, *self._helpers])]
+        kinds = classes_of([*modules, *self._helpers])
+        self._globals = Globals(kinds, callables(owns + helps))
+        classes: list[Any] = [vars(kind) for kind in kinds]
         self._classes = _Contents(classes)
         inside = [x for own in classes for x in own.values() if is_box(x) and not isfunction(x)]
         run = [x for own in classes for x in map(own.get, _RUN) if carried(x)]
@@ -111,6 +115,7 @@ class Watch:
             all(map(operator.is_, map(dict.get, *self._places), self._set_to))
             and self._families.are_the_same()
             and self._classes.are_the_same()
+            and self._globals.are_the_same()
             and self._look() == self._seen
             and (self._in_boxes.are_the_same() or _values_of(self._boxes) == self._values)
         )

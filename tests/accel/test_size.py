@@ -24,6 +24,7 @@ ENGINE = [
     "entry",
     "runner",
     "guard",
+    "modules",
     "memory",
     "reporting",
 ]

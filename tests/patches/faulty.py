@@ -16,17 +16,34 @@ calls_so_far = 0
 """What a forward may count in and no guard sees, on purpose."""
 
 
+class Hidden:
+    """A fault where no guard looks: by identity the same, whatever it reads."""
+
+    __slots__ = ("fault",)
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+
 class Innermost(nn.Module):
     """A layer with a fault."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.fault: Fault = lambda x, timestep: x
+        self.fault = lambda x, timestep: x
+
+    @property
+    def fault(self) -> Fault:
+        """What is done to its result."""
+        return self.hidden.fault
+
+    @fault.setter
+    def fault(self, fault: Fault) -> None:
+        self.hidden = Hidden(fault)
 
     def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
-        # What is called is a function: by identity the same, whatever it reads.
-        return self.fault(self.linear(x), timestep)
+        return self.hidden.fault(self.linear(x), timestep)
 
 
 class Block(nn.Module):
