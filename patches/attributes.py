@@ -40,7 +40,7 @@ _BOXES = (list, dict, set, tuple, deque, bytearray, *_CALLABLES)
 DEPTH = 8
 """How deep containers among attributes are looked into."""
 _HELPER_DEPTH = 3
-_SMALL_ARRAY = 4096
+_SMALL_ARRAY = 2**16
 
 
 def state_of(module: nn.Module, kept: list[Any]) -> tuple[Any, ...]:

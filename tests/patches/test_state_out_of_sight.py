@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -69,6 +70,11 @@ BETWEEN: dict[str, tuple[Callable[[], Any], Change, Change]] = {
         lambda m: m.own["a"]["b"]["c"]["d"]["e"].append(m.own["a"]["b"]["c"]["d"]["e"].pop() + 1),
     ),
     "a bytearray": (lambda: bytearray(b"ab"), lambda m: len(m.own), lambda m: m.own.append(1)),
+    "a numpy array": (
+        lambda: np.full(6000, 2.0),
+        lambda m: float(m.own[0]),
+        lambda m: m.own.fill(7),
+    ),
     "what functions close over": (
         closed_over,
         lambda m: m.own["scale"](),
