@@ -134,13 +134,13 @@ class _State:
         self._modules, self._kept = modules, list[Any](modules)
         self.values: list[Any] = [state_of(module, self._kept) for module in modules]
         owns = attributes_of_others(modules)
-        found = helpers(owns)
-        for helper in found:
+        self._helpers = helpers(owns)
+        for helper in self._helpers:
             self._kept.append(helper)
             self.values.append((type(helper), value_of(vars(helper), DEPTH, self._kept)))
-        self._classes = classes_of([*modules, *found])
+        self._classes = classes_of([*modules, *self._helpers])
         self._of_classes = [of_class(kind, self._kept) for kind in self._classes]
-        self._globals = Globals(self._classes, callables(owns + list(map(vars, found))))
+        self._globals = Globals(self._classes, callables(owns + list(map(vars, self._helpers))))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _State) and self._compared() == other._compared()
@@ -154,25 +154,27 @@ class _State:
         """The first thing that is not what it was, in words."""
         if list(map(id, self._modules)) != list(map(id, before._modules)):
             return "modules were added, removed or replaced"
-        names = {child: name for name, child in self._modules[0].named_modules()}
-        for module, now, was in zip(self._modules, self.values, before.values, strict=False):
+        names = {id(child): name for name, child in self._modules[0].named_modules()}
+        things = [*self._modules, *self._helpers]
+        for thing, now, was in zip(things, self.values, before.values, strict=False):
             if now != was:
-                name = names.get(module) or "the module itself"
+                beside = f"a {type(thing).__name__} that modules or their functions share"
+                name = names.get(id(thing), beside) or "the module itself"
                 return f"{_difference(now, was)} of {name}"
-        before_it, now = before._globals.values, self._globals.values
-        others = [name for name in before_it | now if before_it.get(name) != now.get(name)]
-        if self.values == before.values:
-            own = self._of_classes == before._of_classes and others
-            return f"a global, {others[0]}" if own else "a method or an attribute of a class"
-        return "an object that modules share: a processor, a configuration, a controller"
+        if self._of_classes != before._of_classes:
+            return "a method or an attribute of a class"
+        globals_, earlier = self._globals.values, before._globals.values
+        others = [n for n in earlier | globals_ if earlier.get(n) != globals_.get(n)]
+        return f"a global, {others[0]}" if others else "the objects that modules share"
 
 
 def _difference(now: tuple[Any, ...], was: tuple[Any, ...]) -> str:
-    """What differs between two of `state_of`, in words."""
+    """What differs between two of `state_of`, or of an object's class and attributes, in words."""
     *facts, own = now
-    for what, fact, earlier in zip(_FACTS, facts, was, strict=False):
-        if fact != earlier:
-            return what
+    if len(facts) > 1:
+        for what, fact, earlier in zip(_FACTS, facts, was, strict=False):
+            if fact != earlier:
+                return what
     before, after = dict(was[-1]), dict(own)
     found = [k for k in after | before if before.get(k, ...) != after.get(k, ...)]
     return f"attribute {found[0]!r}" if found else "the order of attributes"

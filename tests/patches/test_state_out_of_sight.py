@@ -238,3 +238,13 @@ def test_it_is_said_that_a_class_was_changed(sim: torch.device) -> None:
             module(torch.ones(2, 4, device=sim))
     [what] = accel.report(module).parts[0].changes
     assert "a method or an attribute of a class" in what
+
+
+def test_it_is_said_what_of_which_object_was_changed(sim: torch.device) -> None:
+    module = accel.patch(Stateful(Method().scale, called).to(sim), capture="always")
+    with torch.no_grad():
+        for call in range(5):
+            module.own.__self__.value = 2 + call // 3
+            module(torch.ones(2, 4, device=sim))
+    [what] = accel.report(module).parts[0].changes
+    assert "attribute 'value' of a Method that modules or their functions share" in what
