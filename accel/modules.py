@@ -21,7 +21,8 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 def carried(x: Any) -> tuple[Any, ...]:
     """What a callable brings along beside its code: a bound method its object, a partial function
-    its arguments, a function its closure, defaults and attributes.
+    its arguments, a function its closure, defaults and attributes; one of torch's, which may note
+    there what it likes (the compiler does), what it was put around.
 
     >>> carried([].append), carried(functools.partial(max, 1)), carried(len)
     ((), (<built-in function max>, (1,), {}), ())
@@ -32,6 +33,8 @@ def carried(x: Any) -> tuple[Any, ...]:
         return x.func, x.args, x.keywords
     if not isinstance(x, types.FunctionType):
         return ()
+    if x.__globals__.get("__name__", "").partition(".")[0] == "torch":
+        return tuple(x.__dict__[name] for name in ("__wrapped__",) if name in x.__dict__)
     inside = [cell.cell_contents for cell in x.__closure__ or () if cell != types.CellType()]
     own = x.__dict__ if x.__dict__.keys() - {"__wrapped__"} else None
     return (*inside, *filter(None, (x.__defaults__, x.__kwdefaults__, own)))

@@ -196,7 +196,7 @@ class TestThreads:
     ) -> None:
         """A thread switch at the worst moment, each time: another patches the module, say."""
         block = Breaks().to(device)
-        opened, turns = accel.guard.opened, itertools.count()
+        opened, turns = accel.modules.opened, itertools.count()
 
         def switched(x: Any) -> Any:
             setattr(block, f"news_{next(turns)}", 1)
@@ -204,7 +204,7 @@ class TestThreads:
 
         accel.patch(block, capture="always")
         with torch.no_grad(), monkeypatch.context() as patched:
-            patched.setattr("accel.guard.opened", switched)
+            patched.setattr("accel.modules.opened", switched)
             block(torch.ones(2, 4, device=device))
 
     def test_a_recording_that_fails_leaves_a_patch_made_meanwhile(self) -> None:

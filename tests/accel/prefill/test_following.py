@@ -242,8 +242,9 @@ def test_the_pool_begins_with_what_the_plan_says_in_one_piece(tiny: TinyModel, m
     runner = make(tiny, max_tokens=8192, attention="reference")
     planned = runner.plan().activations
     runner.capture()
+    small = 10 << 20  # tensors up to 1 MiB have segments of their own, pieces are whole MiB
     assert planned > 32 << 20
-    assert planned < runner.report.pool_bytes < planned * 33 // 32 + (8 << 20)
+    assert planned < runner.report.pool_bytes <= planned * 33 // 32 + small
 
 
 @pytest.mark.parametrize("mode", ["breakable", "full"])
