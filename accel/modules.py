@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from accel.signature import leaves, opened
+from accel.signature import opened
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that torch itself gives a module."""
@@ -58,7 +57,7 @@ def all_modules(module: nn.Module) -> list[nn.Module]:
         found.update(dict.fromkeys(news))
         for own in attributes_of_others(news):
             boxes = (x for name, x in list(own.items()) if name not in _OF_EVERY_MODULE)
-            ahead += [m for x in boxes if opened(x) or carried(x) for m in _modules_in(x)]
+            ahead += [m for x in boxes if not isinstance(x, nn.Module) for m in _modules_in(x)]
     return list(found)
 
 
@@ -72,11 +71,20 @@ def attributes_of_others(modules: list[nn.Module]) -> list[dict[str, Any]]:
     return [own for own, room in owns if "forward" in own or not room.startswith("torch.")]
 
 
-def _modules_in(x: Any, depth: int = 4) -> Iterator[nn.Module]:
-    """The modules in containers, and behind the callables in these."""
-    for leaf in leaves(x):
-        if isinstance(leaf, nn.Module):
-            yield leaf
-        elif depth:
-            for brought in carried(leaf):
-                yield from _modules_in(brought, depth - 1)
+def _modules_in(x: Any) -> list[nn.Module]:
+    """The modules in containers, and behind the callables in these. Each thing is opened once: they
+    may hold each other."""
+    found: list[nn.Module] = []
+    opened_before: dict[int, Any] = {}
+    ahead = [x]
+    while ahead:
+        x = ahead.pop()
+        if isinstance(x, nn.Module):
+            found.append(x)
+        elif id(x) not in opened_before:
+            container = opened(x)
+            inside = carried(x) if container is None else container.children
+            if inside:
+                opened_before[id(x)] = x
+                ahead.extend(reversed(inside))
+    return found

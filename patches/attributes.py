@@ -40,18 +40,37 @@ _BOXES = (list, dict, set, tuple, deque, bytearray, *_CALLABLES)
 DEPTH = 8
 """How deep containers among attributes are looked into."""
 _HELPER_DEPTH = 3
+_NO_HELPERS = (torch.Tensor, nn.Module, type, types.ModuleType, *_CALLABLES, PatchedMethod)
 _SMALL_ARRAY = 2**16
 
 
-def state_of(module: nn.Module, kept: list[Any]) -> tuple[Any, ...]:
+class Kept(list[Any]):
+    """What values name by identity: as long as it is kept, nothing new can pass for it.
+
+    `told` is how deep each callable among it was looked into: those that bring each other along, by
+    a list that all close over, would be told again and again.
+
+    >>> double = lambda x: 2 * x
+    >>> kept = Kept()
+    >>> _ = value_of([double], 2, kept)
+    >>> kept == [double], kept.told == {}
+    (True, True)
+    """
+
+    def __init__(self, things: Iterable[Any] = ()) -> None:
+        super().__init__(things)
+        self.told: dict[int, int] = {}
+
+
+def state_of(module: nn.Module, kept: Kept) -> tuple[Any, ...]:
     """A module's own state, its children's left out: identity, class, forward, training flag,
     hooks, attributes. What it names by identity is put into `kept`: as long as it lives, nothing
     new can pass for it.
 
     >>> dropout = nn.Dropout(0.5)
-    >>> before = state_of(dropout, [])
+    >>> before = state_of(dropout, Kept())
     >>> dropout.p = 0.25
-    >>> state_of(dropout, []) == before
+    >>> state_of(dropout, Kept()) == before
     False
     """
     attributes, kind = module.__dict__, type(module)
@@ -86,7 +105,7 @@ def classes_of(things: Iterable[Any]) -> list[type]:
     return [kind for kind in kinds if not is_of_no_one(kind.__module__)]
 
 
-def of_class(kind: type, kept: list[Any]) -> tuple[Any, ...]:
+def of_class(kind: type, kept: Kept) -> tuple[Any, ...]:
     """A class's methods and attributes as values: someone may put others in their places. Python
     adds names of its own, `__slotnames__` when an object is copied, but no functions."""
     found = [
@@ -105,7 +124,7 @@ def is_box(x: Any) -> bool:
     return isinstance(x, (*_BOXES, torch.Tensor)) or kind.__name__ == "ndarray"
 
 
-def value_of(x: Any, depth: int, kept: list[Any]) -> Any:
+def value_of(x: Any, depth: int, kept: Kept) -> Any:
     """Plain values and containers by value, all else by identity (and `kept`)."""
     if type(x) in _COMMON:
         return x
@@ -118,13 +137,20 @@ def value_of(x: Any, depth: int, kept: list[Any]) -> Any:
     if isinstance(x, bytearray):
         return bytes(x)
     if depth and isinstance(x, dict):
-        return tuple((key, value_of(item, depth - 1, kept)) for key, item in list(x.items()))
+        return tuple(
+            (  # keys, too: tensors do not answer whether they are equal
+                key if type(key) in _COMMON else value_of(key, depth - 1, kept),
+                value_of(item, depth - 1, kept),
+            )
+            for key, item in list(x.items())
+        )
     if depth and isinstance(x, (set, frozenset)):
         return frozenset(value_of(item, 0, kept) for item in list(x))
     if (hooks := hooks_of_registry(x, kept)) is not None:
         return hooks
     kept.append(x)
-    if depth and (inside := carried(x)):
+    if kept.told.get(id(x), 0) < depth and (inside := carried(x)):
+        kept.told[id(x)] = depth
         return id(x), tuple(value_of(item, depth - 1, kept) for item in inside)
     if isinstance(x, torch.Tensor):  # what lies on the host, Python may have read
         own = id(x), x._version if x.is_cpu and not x.is_inference() else 0
@@ -166,17 +192,9 @@ def _inside(x: Any, depth: int = _HELPER_DEPTH) -> Iterable[Any]:
 def _is_helper(x: Any) -> bool:
     kind = type(x)
     if kind not in _helper_kinds:
-        whole = (
-            torch.Tensor,
-            nn.Module,
-            type,
-            types.ModuleType,
-            types.FunctionType,
-            functools.partial,
-        )
         _helper_kinds[kind] = (
             isinstance(getattr(x, "__dict__", None), dict)
-            and not isinstance(x, (*whole, types.MethodType, PatchedMethod))
+            and not isinstance(x, _NO_HELPERS)
             and kind.__name__ != "HookRegistry"
         )
     return _helper_kinds[kind]
@@ -185,7 +203,7 @@ def _is_helper(x: Any) -> bool:
 _helper_kinds: dict[type, bool] = {}
 
 
-def hooks_of_registry(x: Any, kept: list[Any]) -> tuple[Any, ...] | None:
+def hooks_of_registry(x: Any, kept: Kept) -> tuple[Any, ...] | None:
     """The hooks in a diffusers registry. An empty one, which `cache_context` leaves behind, is as
     good as none."""
     hooks = getattr(x, "hooks", None)

@@ -20,6 +20,7 @@ from accel.patches.attributes import (
     DEPTH,
     HOOKS,
     REGISTRY,
+    Kept,
     callables,
     classes_of,
     helpers,
@@ -131,7 +132,7 @@ class _State:
     object can take an old one's place and pass for it."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self._modules, self._kept = modules, list[Any](modules)
+        self._modules, self._kept = modules, Kept(modules)
         self.values: list[Any] = [state_of(module, self._kept) for module in modules]
         owns = attributes_of_others(modules)
         self._helpers = helpers(owns)

@@ -24,6 +24,7 @@ from accel.patches.attributes import (
     HOOKS,
     OF_TORCH,
     REGISTRY,
+    Kept,
     callables,
     classes_of,
     helpers,
@@ -69,14 +70,14 @@ class Watch:
         # Of torch's layers their settings: a convolution's padding mode, a norm's epsilon.
         watched = [(d, name) for d in torchs for name in d.keys() - OF_TORCH]
         watched += [(d, name) for d in owns for name in d.keys() - _UNREAD]
-        watched += [(d, name) for d in helps for name in d]
+        watched += [(d, name) for d in helps for name in list(d)]
         self._places = list(zip(*watched, strict=True)) or [(), ()]
         self._set_to = [d[name] for d, name in watched]
         self._dicts, self._kinds = torchs + owns + helps, set(map(type, modules))
         hooks = [m.__dict__.get(name) for m in modules for name in HOOKS]
         self._hooks = [box for box in hooks if box is not None]
         self._registries = [r for d in owns if (r := d.get(REGISTRY)) is not None]
-        found = [item for own in owns + helps for item in own.items()]
+        found = [item for own in owns + helps for item in list(own.items())]
         self._boxes = [x for name, x in found if name not in OF_TORCH and is_box(x)]
         reached = _reached(self._boxes)
         kept = [x for x in reached if isinstance(x, _KEPT_BOXES)]
@@ -86,7 +87,9 @@ class Watch:
         self._globals = Globals(kinds, callables(owns + helps))
         classes: list[Any] = [vars(kind) for kind in kinds]
         self._classes = _Contents(classes)
-        inside = [x for own in classes for x in own.values() if is_box(x) and not isfunction(x)]
+        inside = [
+            x for own in classes for x in list(own.values()) if is_box(x) and not isfunction(x)
+        ]
         run = [x for own in classes for x in map(own.get, _RUN) if carried(x)]
         inside += [x for x in run if any(isinstance(y, _KEPT_BOXES) for y in _reached([x]))]
         self._others = [x for x in reached if not isinstance(x, _OPENED)] + inside
@@ -97,7 +100,7 @@ class Watch:
         self._seen = self._look()
 
     def _look(self) -> tuple[Any, ...]:
-        seen: list[Any] = []  # what is watched is held by its owner, or was replaced: then it shows
+        seen = Kept()  # what is watched is held by its owner, or was replaced: then it shows
         return (
             list(map(len, self._dicts)),
             list(map(type, self.modules)),
@@ -211,7 +214,7 @@ class _Contents:
 
 
 def _values_of(boxes: list[Any]) -> list[Any]:
-    seen: list[Any] = []  # held by their owners, or were replaced: then it shows
+    seen = Kept()  # held by their owners, or were replaced: then it shows
     return [value_of(box, DEPTH, seen) for box in boxes]
 
 
