@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.pipelines.hushing import no_word_on_torchvision
 from accel.pipelines.names import instead
 from accel.pipelines.random_weights import count_unbuilt, materialize, on_meta
 
@@ -90,7 +91,8 @@ def stock_class(name: str) -> Any:
     import diffusers
     import transformers
 
-    found = getattr(diffusers, name, None) or getattr(transformers, name, None)
+    with no_word_on_torchvision():
+        found = getattr(diffusers, name, None) or getattr(transformers, name, None)
     if found is None:
         raise ValueError(f"neither diffusers nor transformers has a class {name!r}")
     return found

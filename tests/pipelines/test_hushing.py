@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -58,3 +60,11 @@ def test_one_remark_is_left_out_and_no_other() -> None:
         "something else",
         "`SomeImageProcessor` requires torchvision (not installed)",
     ]
+
+
+def test_the_zoo_says_nothing_on_torchvision() -> None:
+    """In a process that imports diffusers' pipelines for the first time."""
+    program = "from accel.pipelines import recipe; recipe.stock_class('StableDiffusionPipeline')"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    assert "torchvision" not in said.stdout + said.stderr
