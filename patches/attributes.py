@@ -7,7 +7,6 @@ attributes are torch's own; what follows from a difference it does not (state.py
 from __future__ import annotations
 
 import functools
-import itertools
 import types
 from collections import deque
 from collections.abc import Iterable
@@ -17,8 +16,6 @@ import torch
 from torch import nn
 
 from accel.modules import carried
-from accel.patches.code import is_of_no_one
-from accel.patches.forward import PatchedMethod
 
 OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 OF_SELF_TEST = "accel.prefill.stages"
@@ -35,12 +32,10 @@ HOOKS = (
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _COMMON = frozenset((bool, int, str, type(None)))
-_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
-_BOXES = (list, dict, set, tuple, deque, bytearray, *_CALLABLES)
+CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
+_BOXES = (list, dict, set, tuple, deque, bytearray, *CALLABLES)
 DEPTH = 8
 """How deep containers among attributes are looked into."""
-_HELPER_DEPTH = 3
-_NO_HELPERS = (torch.Tensor, nn.Module, type, types.ModuleType, *_CALLABLES, PatchedMethod)
 _SMALL_ARRAY = 2**16
 
 
@@ -88,21 +83,6 @@ def state_of(module: nn.Module, kept: Kept) -> tuple[Any, ...]:
     registered = hooks_of_registry(attributes.get(REGISTRY), kept) or ()
     own.append((REGISTRY, registered))
     return id(module), kind, kind.forward, attributes.get("training"), tuple(map(id, hooks)), own
-
-
-def callables(owns: list[dict[str, Any]]) -> list[Any]:
-    """The functions among attributes, those in containers left out."""
-    return [x for own in owns for x in list(own.values()) if isinstance(x, _CALLABLES)]
-
-
-def classes_of(things: Iterable[Any]) -> list[type]:
-    """The classes of things and those that these come from, each once: not Python's, nor torch's.
-
-    >>> classes_of([nn.Linear(2, 2), []])
-    []
-    """
-    kinds = dict.fromkeys(kind for known in set(map(type, things)) for kind in known.__mro__)
-    return [kind for kind in kinds if not is_of_no_one(kind.__module__)]
 
 
 def of_class(kind: type, kept: Kept) -> tuple[Any, ...]:
@@ -159,48 +139,6 @@ def value_of(x: Any, depth: int, kept: Kept) -> Any:
     if type(x).__name__ == "ndarray" and x.nbytes <= _SMALL_ARRAY:
         return id(x), x.tobytes()
     return id(x)
-
-
-def helpers(attributes: list[dict[str, Any]]) -> list[Any]:
-    """Objects among attributes that are no modules but carry settings (attention processors,
-    configurations, controllers), each once, and those that they have in turn."""
-    found: dict[int, Any] = {}
-    level = attributes
-    for _ in range(_HELPER_DEPTH):
-        news = {
-            id(x): x
-            for own in level
-            for name, value in list(own.items())
-            if name not in OF_TORCH
-            for x in _inside(value)
-            if _is_helper(x) and id(x) not in found
-        }
-        found |= news
-        level = [vars(x) for x in news.values()]
-    return list(found.values())
-
-
-def _inside(x: Any, depth: int = _HELPER_DEPTH) -> Iterable[Any]:
-    """What is in a container or behind a callable, and in those in it; all else is in itself."""
-    is_box = type(x) in (list, tuple, dict, deque)
-    items = list(x.values() if type(x) is dict else x) if is_box else carried(x)
-    if not depth or not items:
-        return (x,)
-    return itertools.chain.from_iterable(_inside(item, depth - 1) for item in items)
-
-
-def _is_helper(x: Any) -> bool:
-    kind = type(x)
-    if kind not in _helper_kinds:
-        _helper_kinds[kind] = (
-            isinstance(getattr(x, "__dict__", None), dict)
-            and not isinstance(x, _NO_HELPERS)
-            and kind.__name__ != "HookRegistry"
-        )
-    return _helper_kinds[kind]
-
-
-_helper_kinds: dict[type, bool] = {}
 
 
 def hooks_of_registry(x: Any, kept: Kept) -> tuple[Any, ...] | None:

@@ -15,20 +15,17 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from accel.modules import all_modules, attributes_of_others
+from accel.modules import all_modules
 from accel.patches.attributes import (
     DEPTH,
     HOOKS,
     REGISTRY,
     Kept,
-    callables,
-    classes_of,
-    helpers,
     of_class,
     state_of,
     value_of,
 )
-from accel.patches.code import Globals
+from accel.patches.holders import Holders
 from accel.patches.watch import Watch, Weights
 
 _FACTS = ("the identity", "the class", "the forward", "the training flag", "the forward hooks")
@@ -62,8 +59,8 @@ class StateProbe:
         if module is None:
             return None
         if self._watch is None or not self._watch.untouched():
-            modules = all_modules(module)
-            self._state, self._watch = _State(modules), Watch(modules)
+            holders = Holders(all_modules(module))
+            self._state, self._watch = _State(holders), Watch(holders)
         return Seen(_surroundings(), self._state)
 
     def remember(self) -> Callable[[], None]:
@@ -131,32 +128,30 @@ class _State:
     """The modules' states as values. What they name by identity is kept alive, so that no new
     object can take an old one's place and pass for it."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._modules, self._kept = modules, Kept(modules)
-        self.values: list[Any] = [state_of(module, self._kept) for module in modules]
-        owns = attributes_of_others(modules)
-        self._helpers = helpers(owns)
-        for helper in self._helpers:
+    def __init__(self, holders: Holders) -> None:
+        self._holders, self._kept = holders, Kept(holders.modules)
+        self.values: list[Any] = [state_of(module, self._kept) for module in holders.modules]
+        for helper in holders.helpers:
             self._kept.append(helper)
             self.values.append((type(helper), value_of(vars(helper), DEPTH, self._kept)))
-        self._classes = classes_of([*modules, *self._helpers])
-        self._of_classes = [of_class(kind, self._kept) for kind in self._classes]
-        self._globals = Globals(self._classes, callables(owns + list(map(vars, self._helpers))))
+        self._of_classes = [of_class(kind, self._kept) for kind in holders.classes]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _State) and self._compared() == other._compared()
 
     def _compared(self) -> tuple[Any, ...]:
-        return self.values, self._classes, self._of_classes, self._globals.values
+        classes, globals_ = self._holders.classes, self._holders.globals.values
+        return self.values, classes, self._of_classes, globals_
 
     __hash__ = None  # type: ignore[assignment]
 
     def difference(self, before: _State) -> str:
         """The first thing that is not what it was, in words."""
-        if list(map(id, self._modules)) != list(map(id, before._modules)):
+        modules = self._holders.modules
+        if list(map(id, modules)) != list(map(id, before._holders.modules)):
             return "modules were added, removed or replaced"
-        names = {id(child): name for name, child in self._modules[0].named_modules()}
-        things = [*self._modules, *self._helpers]
+        names = {id(child): name for name, child in modules[0].named_modules()}
+        things = [*modules, *self._holders.helpers]
         for thing, now, was in zip(things, self.values, before.values, strict=False):
             if now != was:
                 beside = f"a {type(thing).__name__} that modules or their functions share"
@@ -164,7 +159,7 @@ class _State:
                 return f"{_difference(now, was)} of {name}"
         if self._of_classes != before._of_classes:
             return "a method or an attribute of a class"
-        globals_, earlier = self._globals.values, before._globals.values
+        globals_, earlier = self._holders.globals.values, before._holders.globals.values
         others = [n for n in earlier | globals_ if earlier.get(n) != globals_.get(n)]
         return f"a global, {others[0]}" if others else "the objects that modules share"
 

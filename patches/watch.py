@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from accel.modules import attributes_of_others, carried
+from accel.modules import carried
 from accel.patches.attention import OfThisThread
 from accel.patches.attributes import (
     DEPTH,
@@ -25,15 +25,12 @@ from accel.patches.attributes import (
     OF_TORCH,
     REGISTRY,
     Kept,
-    callables,
-    classes_of,
-    helpers,
     hooks_of_registry,
     is_box,
     value_of,
 )
-from accel.patches.code import Globals
 from accel.patches.forward import PatchedMethod
+from accel.patches.holders import Holders
 from accel.signature import identities
 
 _UNREAD = OF_TORCH - {"_parameters", "_buffers", "_modules", *HOOKS}
@@ -51,7 +48,7 @@ class Watch:
     means to put everything back.
 
     >>> dropout = nn.Dropout(0.5)
-    >>> watch = Watch([dropout])
+    >>> watch = Watch(Holders([dropout]))
     >>> dropout.p = 0.25
     >>> watch.untouched()
     False
@@ -60,12 +57,11 @@ class Watch:
     0.5
     """
 
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.modules = modules
+    def __init__(self, holders: Holders) -> None:
+        self.modules = modules = holders.modules
         torchs = [m.__dict__ for m in modules if type(m).__module__.startswith("torch.")]
-        owns = attributes_of_others(modules)
-        self._helpers = helpers(owns)
-        helps = [vars(x) for x in self._helpers]
+        owns, helps = holders.owns, holders.helps
+        self._helpers, self._globals = holders.helpers, holders.globals
         self._owns = [(own, dict(own)) for own in owns + helps]
         # Of torch's layers their settings: a convolution's padding mode, a norm's epsilon.
         watched = [(d, name) for d in torchs for name in d.keys() - OF_TORCH]
@@ -83,9 +79,7 @@ class Watch:
         kept = [x for x in reached if isinstance(x, _KEPT_BOXES)]
         families = [m._modules for m in modules]
         self._insides = [(box, copy.copy(box)) for box in kept + families]
-        kinds = classes_of([*modules, *self._helpers])
-        self._globals = Globals(kinds, callables(owns + helps))
-        classes: list[Any] = [vars(kind) for kind in kinds]
+        classes: list[Any] = list(map(vars, holders.classes))
         self._classes = _Contents(classes)
         inside = [
             x for own in classes for x in list(own.values()) if is_box(x) and not isfunction(x)

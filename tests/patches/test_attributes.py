@@ -1,4 +1,4 @@
-"""Attributes as values to compare: whatever a user keeps there, that is quick and raises nothing."""
+"""Attributes as values to compare: whatever a user keeps there, it is quick and raises nothing."""
 
 from __future__ import annotations
 
