@@ -110,12 +110,13 @@ class Pool:
         a fifth more is lost between the pieces. Raises OutOfMemoryError if there is no such piece;
         the pool can do without."""
         if self._anchor is None:
-            self._anchor = self.backend.segment(self.id)
-            self._anchor.begin()
+            anchor = self.backend.segment(self.id)
+            anchor.begin()
             try:
                 torch.empty(room, dtype=torch.uint8, device=self.device)
             finally:
-                self._anchor.end()
+                anchor.end()
+                self._anchor = anchor  # one that could not begin or end holds nothing
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
