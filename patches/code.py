@@ -16,8 +16,9 @@ from typing import Any
 
 from accel.modules import carried
 
-ROOMS_OF_NO_ONE = {"torch", *sys.stdlib_module_names}
-_RUN = ("forward", "__call__")
+_OF_NO_ONE = {"torch", *sys.stdlib_module_names}
+RUN = ("forward", "__call__")
+"""Methods that a call begins with."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _BOXES = (list, tuple, dict, set)
 _FUNCTIONAL = "torch.nn.functional"
@@ -33,14 +34,14 @@ def is_of_no_one(room: str) -> bool:
     >>> is_of_no_one("torch.nn"), is_of_no_one("diffusers.models")
     (True, False)
     """
-    return room.partition(".")[0] in ROOMS_OF_NO_ONE
+    return room.partition(".")[0] in _OF_NO_ONE
 
 
 class Globals:
     """The globals that calls of objects of these classes, and of `functions`, may read.
 
-    >>> Globals([], [lambda: _LONGEST]).values
-    {'accel.patches.code._LONGEST': '64'}
+    >>> [name for _, name in Globals([], [lambda: _LONGEST]).values]
+    ['accel.patches.code._LONGEST']
     """
 
     def __init__(self, classes: Iterable[type], functions: Iterable[Any] = ()) -> None:
@@ -50,17 +51,18 @@ class Globals:
         """What stands there, kept alive: nothing new can pass for it."""
         pairs = zip(places, self.found, strict=True)
         self._boxes = [place for place, x in pairs if isinstance(x, _BOXES)]
-        self._in_boxes = list(map(value_at, self._boxes))
+        self._in_boxes = list(map(_value_at, self._boxes))
         self.values = {
-            f"{box.get('__name__')}.{name}": value_at((box, name)) for box, name in places
+            (id(box), f"{box.get('__name__')}.{name}"): _value_at((box, name))
+            for box, name in places
         }
-        """Plain values and containers of these by value, all else by identity; by name."""
+        """By place, as two files may have one name, and name: as `_value_at`."""
 
     def are_the_same(self) -> bool:
         """Whether all is where it was, containers with what was in them."""
         now = map(dict.get, *self._places)
         return all(map(operator.is_, now, self.found)) and (
-            list(map(value_at, self._boxes)) == self._in_boxes
+            list(map(_value_at, self._boxes)) == self._in_boxes
         )
 
 
@@ -78,22 +80,23 @@ def places_named(classes: Iterable[type], functions: Iterable[Any] = ()) -> list
         for name, x in vars(kind).copy().items():
             methods.setdefault(name, []).append(x)
     found: dict[tuple[int, str], Place] = {}
-    ahead = [*functions, *(x for name in _RUN for x in methods.get(name, ()))]
-    seen: set[types.CodeType] = set()
+    ahead = [*functions, *(x for name in RUN for x in methods.get(name, ()))]
+    seen: set[tuple[int, types.CodeType]] = set()  # equal code may be of two files
     while ahead:
         for function in _functions_in(ahead.pop()):
-            if function.__code__ in seen or is_of_no_one(function.__module__ or ""):
+            place = id(function.__globals__), function.__code__
+            if place in seen or is_of_no_one(function.__module__ or ""):
                 continue
-            seen.add(function.__code__)
+            seen.add(place)
             names = list(_names_in(function.__code__))
-            news = [place for name in names for place in _places(function.__globals__, name, names)]
+            news = [x for name in names for x in _places(function.__globals__, name, names)]
             ahead += [box.get(name) for box, name in news if (id(box), name) not in found]
             ahead += [x for name in names for x in methods.get(name, ())]
             found |= {(id(box), name): (box, name) for box, name in news}
     return list(found.values())
 
 
-def value_at(place: Place) -> Any:
+def _value_at(place: Place) -> Any:
     """What stands there: plain values and containers of these by value, all else as it is."""
     box, name = place
     x = box.get(name)

@@ -41,7 +41,7 @@ class Holders:
         """The attributes of modules that are not torch's."""
         self.helpers = _helpers(self.owns)
         """Objects among attributes that are no modules but carry settings."""
-        self.helps = list(map(vars, self.helpers))
+        self.helps = [vars(helper) for helper in self.helpers]
         self.classes = classes_of([*modules, *self.helpers])
         self.globals = Globals(self.classes, _callables(self.owns + self.helps))
 

@@ -161,7 +161,7 @@ class _State:
             return "a method or an attribute of a class"
         globals_, earlier = self._holders.globals.values, before._holders.globals.values
         others = [n for n in earlier | globals_ if earlier.get(n) != globals_.get(n)]
-        return f"a global, {others[0]}" if others else "the objects that modules share"
+        return f"a global, {others[0][1]}" if others else "the objects that modules share"
 
 
 def _difference(now: tuple[Any, ...], was: tuple[Any, ...]) -> str:

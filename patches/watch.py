@@ -29,6 +29,7 @@ from accel.patches.attributes import (
     is_box,
     value_of,
 )
+from accel.patches.code import RUN
 from accel.patches.forward import PatchedMethod
 from accel.patches.holders import Holders
 from accel.signature import identities
@@ -37,8 +38,6 @@ _UNREAD = OF_TORCH - {"_parameters", "_buffers", "_modules", *HOOKS}
 _TENSORS = ("_parameters", "_buffers")
 _KEPT_BOXES = (list, dict, set, deque)
 _OPENED = (*_KEPT_BOXES, tuple, frozenset)
-_RUN = ("forward", "__call__")
-"""Methods of classes whose closures and defaults are looked at, too."""
 _OF_OTHERS = (PatchedMethod, OfThisThread)
 """What patches, and prefill runners for the length of a call, put in a module's place."""
 
@@ -84,7 +83,7 @@ class Watch:
         inside = [
             x for own in classes for x in list(own.values()) if is_box(x) and not isfunction(x)
         ]
-        run = [x for own in classes for x in map(own.get, _RUN) if carried(x)]
+        run = [x for own in classes for x in map(own.get, RUN) if carried(x)]
         inside += [x for x in run if any(isinstance(y, _KEPT_BOXES) for y in _reached([x]))]
         self._others = [x for x in reached if not isinstance(x, _OPENED)] + inside
         cells = (cell for x in reached for cell in getattr(x, "__closure__", None) or ())

@@ -121,3 +121,11 @@ def test_a_cache_that_is_filled_is_no_change() -> None:
         assert named.are_the_same()
     finally:
         del LIMITS["table"]
+
+
+def test_files_of_one_name_are_told_apart() -> None:
+    boxes: list[dict[str, Any]] = [{"__name__": "custom", "SCALE": n} for n in (1, 2)]
+    functions = [eval("lambda: SCALE", box) for box in boxes]
+    before = code.Globals([], functions).values
+    boxes[0]["SCALE"] = 3
+    assert code.Globals([], functions).values != before
