@@ -141,11 +141,16 @@ def value_of(x: Any, depth: int, kept: Kept) -> Any:
     return id(x)
 
 
+def is_registry(x: Any) -> bool:
+    """Whether `x` is a diffusers registry of hooks. Others are not asked for attributes, which may
+    be properties, or a `__getattr__` that raises KeyError."""
+    return type(x).__name__ == "HookRegistry"
+
+
 def hooks_of_registry(x: Any, kept: Kept) -> tuple[Any, ...] | None:
     """The hooks in a diffusers registry. An empty one, which `cache_context` leaves behind, is as
     good as none."""
-    hooks = getattr(x, "hooks", None)
-    if type(x).__name__ != "HookRegistry" or not isinstance(hooks, dict):
+    if not is_registry(x) or not isinstance(hooks := getattr(x, "hooks", None), dict):
         return None
     kept.extend(hooks.values())
     return tuple((name, id(hook)) for name, hook in list(hooks.items()))

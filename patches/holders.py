@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from accel.modules import attributes_of_others, carried
-from accel.patches.attributes import CALLABLES, OF_TORCH
+from accel.patches.attributes import CALLABLES, OF_TORCH, is_registry
 from accel.patches.code import Globals, is_of_no_one
 from accel.patches.forward import PatchedMethod
 
@@ -95,7 +95,7 @@ def _is_helper(x: Any) -> bool:
         _helper_kinds[kind] = (
             isinstance(getattr(x, "__dict__", None), dict)
             and not isinstance(x, _NO_HELPERS)
-            and kind.__name__ != "HookRegistry"
+            and not is_registry(x)
         )
     return _helper_kinds[kind]
 

@@ -27,6 +27,7 @@ from accel.patches.attributes import (
     Kept,
     hooks_of_registry,
     is_box,
+    is_registry,
     value_of,
 )
 from accel.patches.code import RUN
@@ -86,7 +87,7 @@ class Watch:
         run = [x for own in classes for x in map(own.get, RUN) if carried(x)]
         inside += [x for x in run if any(isinstance(y, _KEPT_BOXES) for y in _reached([x]))]
         self._others = [x for x in reached if not isinstance(x, _OPENED)] + inside
-        cells = (cell for x in reached for cell in getattr(x, "__closure__", None) or ())
+        cells = (cell for x in reached if isfunction(x) for cell in x.__closure__ or ())
         self._cells = [(c, c.cell_contents) for c in cells if c != CellType()]
         self._families = _Contents(families)
         self._in_boxes, self._values = _Contents(kept), _values_of(self._boxes)
@@ -225,4 +226,4 @@ def _reached(boxes: Iterable[Any]) -> list[Any]:
 
 
 def _can_change(x: Any) -> bool:
-    return is_box(x) or isinstance(x, frozenset) or type(x).__name__ == "HookRegistry"
+    return is_box(x) or isinstance(x, frozenset) or is_registry(x)
