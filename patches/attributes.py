@@ -105,7 +105,11 @@ def is_box(x: Any) -> bool:
 
 
 def value_of(x: Any, depth: int, kept: Kept) -> Any:
-    """Plain values and containers by value, all else by identity (and `kept`)."""
+    """Plain values and containers by value, all else by identity (and `kept`).
+
+    >>> value_of([2.0, {"on": (True,)}], DEPTH, Kept())
+    ('0x1.0000000000000p+1', (('on', (True,)),))
+    """
     if type(x) in _COMMON:
         return x
     if isinstance(x, float):  # not 2 for 2.0, which gives another dtype, nor 0 for -0

@@ -6,7 +6,6 @@ quick enough for every replay.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import operator
 from collections import deque
@@ -78,7 +77,7 @@ class Watch:
         reached = _reached(self._boxes)
         kept = [x for x in reached if isinstance(x, _KEPT_BOXES)]
         families = [m._modules for m in modules]
-        self._insides = [(box, copy.copy(box)) for box in kept + families]
+        self._insides = [(x, dict(x) if isinstance(x, dict) else list(x)) for x in kept + families]
         classes: list[Any] = list(map(vars, holders.classes))
         self._classes = _Contents(classes)
         inside = [
