@@ -10,6 +10,9 @@ from difflib import get_close_matches
 
 from accel.pipelines.errors import BadInput
 
+_ALIASES = {"gpu": "cuda"}
+"""What people call a thing whose name here is spelt otherwise: by letters another would be near."""
+
 
 def instead(name: str, known: Iterable[str], otherwise: str) -> str:
     """Which of the `known` names may be meant by `name`; `otherwise` where none is near.
@@ -17,7 +20,9 @@ def instead(name: str, known: Iterable[str], otherwise: str) -> str:
     >>> instead("sd16", ["sd15", "sdxl"], "the zoo has sd15, sdxl")
     'did you mean sd15?'
     """
-    near = get_close_matches(name.lower(), [*known], n=3)
+    names, wanted = [*known], name.lower()
+    alias = _ALIASES.get(wanted)
+    near = [alias] if alias in names else get_close_matches(wanted, names, n=3)
     return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 

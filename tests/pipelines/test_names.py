@@ -26,6 +26,12 @@ def test_where_nothing_is_near_the_other_words_stand() -> None:
     assert instead("warp", ["exact", "off"], "choose from exact, off") == "choose from exact, off"
 
 
+@pytest.mark.parametrize("name", ["gpu", "GPU"])
+def test_another_word_for_a_name_means_that_name(name: str) -> None:
+    assert instead(name, ["auto", "cpu", "cuda"], "choose") == "did you mean cuda?"
+    assert instead(name, ["auto", "cpu"], "choose") == "did you mean cpu?", "there is no cuda"
+
+
 def test_several_that_are_as_near_are_all_named() -> None:
     assert instead("sd5", ["sd15", "sd35", "flux"], "") == "did you mean sd35 or sd15?"
 
@@ -45,6 +51,7 @@ def test_several_that_are_as_near_are_all_named() -> None:
         (("bench", "demo", "--capture", "alway"), "--capture alway: did you mean always?"),
         (("generate", "x", "--dtype", "bf16"), "--dtype bf16: did you mean bfloat16?"),
         (("generate", "x", "--device", "cdua"), "--device cdua: did you mean cuda?"),
+        (("generate", "x", "--device", "gpu"), "--device gpu: did you mean cuda?"),
         (("generate", "x", "-o", "{promt}.png"), "no {promt} here; did you mean {prompt}?"),
         (("bnech", "demo"), "No such command 'bnech'. Did you mean 'bench'?"),
         (("bench", "demo", "--repeat", "2"), "No such option: --repeat"),
