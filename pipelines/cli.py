@@ -17,7 +17,7 @@ import typer
 
 from accel.pipelines import options, spreading
 from accel.pipelines.console import escape_what_stdout_cannot_encode, note, print_json
-from accel.pipelines.errors import BadInput, explained
+from accel.pipelines.errors import BadInput, explained, misread
 from accel.pipelines.models import Trust
 
 INTERRUPTED = 130
@@ -64,11 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spreading.let_main_speak_first()
         if isinstance(error, spreading.ToldByMain):
             return error.exit_code
-        # typer's own complaints (an unknown option, a missing argument) know their words.
-        complaint = getattr(error, "format_message", None)
-        if complaint is not None:
-            note(" ".join(complaint().split()) or "an argument is missing: see --help")
-            return 2
+        if (wrong := misread(error)) is not None:
+            note(wrong)
+            return BadInput.exit_code
         known = explained(error)
         note(str(known))
         return known.exit_code

@@ -58,6 +58,29 @@ def explained(error: Exception) -> AccelError:
     return AccelError(f"{type(error).__name__}: {first_line(error)} (--debug shows the traceback)")
 
 
+_WANTED = {
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "int_parsing": "a whole number",
+    "float_parsing": "a number",
+}
+"""What an option takes, by the kind of pydantic's error: typer reads values with pydantic."""
+
+
+def misread(error: Exception) -> str | None:
+    """What typer complains of, in one line (an unknown option, a value that an option does not
+    take), or None for an error that is not typer's."""
+    complaint = getattr(error, "format_message", None)
+    if complaint is None:
+        return None
+    said, found = complaint(), getattr(error.__cause__, "errors", list)()
+    options = getattr(getattr(error, "param", None), "opts", None)
+    if found and options and found[0]["type"] in _WANTED:
+        wanted = _WANTED[found[0]["type"]].format(**found[0].get("ctx", {}))
+        said = f"{options[0]} {found[0]['input']}: this has to be {wanted}"
+    return " ".join(said.split()) or "an argument is missing: see --help"
+
+
 def is_about_size(error: BaseException) -> bool:
     """Whether a pipeline's own code refused the size that it was called with."""
     named = re.search(r"\b(height|width)\b", str(error), re.IGNORECASE) is not None

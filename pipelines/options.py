@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
+from accel.pipelines.errors import BadInput
+
 
 def _finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no finite number")
+        raise BadInput(f"--guidance {value}: this has to be a finite number")
     return value
 
 

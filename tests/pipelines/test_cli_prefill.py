@@ -172,9 +172,10 @@ BAD = {
     "no such attention": (("x", "--attention", "y"), "--attention y: choose from auto, reference"),
     "no such dtype": (("x", "--dtype", "int3"), "--dtype int3: choose from auto, float32"),
     "no such device": (("x", "--device", "abacus"), "--device abacus: no such device"),
-    "no tokens": (("x", "--max-tokens", "0"), "'--max-tokens': Input should be greater than"),
-    "no requests": (("x", "--max-requests", "0"), "'--max-requests': Input should be greater"),
-    "no rounds": (("x", "--repeats", "0"), "'--repeats': Input should be greater than"),
+    "no tokens": (("x", "--max-tokens", "0"), "accel: --max-tokens 0: this has to be at least 1"),
+    "no requests": (("x", "--max-requests", "0"), "--max-requests 0: this has to be at least 1"),
+    "none on top": (("x", "--top", "0"), "--top 0: this has to be at least 1"),
+    "no rounds": (("x", "--repeats", "0"), "--repeats 0: this has to be at least 1"),
 }
 
 

@@ -138,7 +138,7 @@ def test_bench_fails_where_pictures_differ(
         (("nowhere",), "accel: no such model folder: nowhere; the zoo has zimage, "),
         (("",), "accel: no such model folder: ; the zoo has zimage, "),
         (("a" * 300,), "aaa; the zoo has zimage, "),
-        (("{folder}", "--steps", "100000000"), "'--steps': Input should be less than or equal to"),
+        (("{folder}", "--steps", "100000000"), "--steps 100000000: this has to be at most 100000"),
         (("{folder}", "--output", "a" * 300), "aaa: cannot write in "),
         (("{folder}", "--lora", "a" * 300), "aaa: no such file"),
         (("{folder}", "--lora", ""), "--lora : no such file"),
