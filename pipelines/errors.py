@@ -53,9 +53,26 @@ def explained(error: Exception) -> AccelError:
         )
     if isinstance(error, ValueError) and _raised_by_a_pipeline(error.__traceback__):
         said = " ".join(str(error).split())
+        if (sides := _ODD_SIZE.search(said)) is not None:
+            return _odd_size(*map(int, sides.groups()))
         option = "; --size sets it" if is_about_size(error) else ""
         return BadInput(f"the model cannot take this: {said.rstrip('.')}{option}")
     return AccelError(f"{type(error).__name__}: {first_line(error)} (--debug shows the traceback)")
+
+
+_ODD_SIZE = re.compile(r"`height` and `width` have to be divisible by (\d+)\D* (\d+) and (\d+)")
+"""What most pipelines say of a size that they refuse."""
+
+
+def _odd_size(step: int, height: int, width: int) -> BadInput:
+    """The same with width first, as `--size` takes it, and the nearest size that fits.
+
+    >>> str(_odd_size(8, 256, 250))
+    '--size 250x256: width and height have to be multiples of 8: 248x256, say'
+    """
+    fitting = "x".join(str(max(1, round(side / step)) * step) for side in (width, height))
+    wanted = f"width and height have to be multiples of {step}: {fitting}, say"
+    return BadInput(f"--size {width}x{height}: {wanted}")
 
 
 _WANTED = {

@@ -179,7 +179,10 @@ BAD = {
     "one path": (["--number", "2", "-o", "x.png"], "put {index} into the name"),
     "unwritable": (["--output", "file/x.png"], "cannot write in "),
     "wrong size": (["--size", "64by64"], "a size is 512 or 768x512"),
-    "indivisible": (["--size", "63"], "divisible by 8 but are 63 and 63; --size sets it"),
+    "indivisible": (
+        ["--size", "63x66"],
+        "accel: --size 63x66: width and height have to be multiples of 8: 64x64, say",
+    ),
     "no step": (["--steps", "0"], "accel: --steps 0: this has to be at least 1"),
     "no picture": (["-n", "0"], "accel: --number 0: this has to be at least 1"),
     "a slip": (["--number", "100000000"], "--number 100000000: this has to be at most 100000"),
