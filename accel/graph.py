@@ -236,7 +236,7 @@ class Recording:
         while self._closed:  # or their memory would not come back with the pool
             try:
                 self._closed.pop(0).ready()
-            except Exception:
+            except BaseException:  # Ctrl-C, too: this is the way out of an error already
                 launched = False
         if segment is not None:
             try:

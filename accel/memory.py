@@ -56,7 +56,11 @@ class Pool:
         backend = backend_for(device)
         if backend is None:
             raise ValueError(f"nothing can be recorded on {device}: graphs need CUDA")
-        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        try:
+            self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        except (AssertionError, RuntimeError) as error:
+            line = str(error).partition("\n")[0]
+            raise ValueError(f"nothing can be recorded on {device}: {line}") from None
         self.backend = backend
         self.lock = threading.RLock()
         if self.device not in _sides:

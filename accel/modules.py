@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -57,7 +58,9 @@ def all_modules(module: nn.Module) -> list[nn.Module]:
         found.update(dict.fromkeys(news))
         for own in attributes_of_others(news):
             boxes = (x for name, x in list(own.items()) if name not in _OF_EVERY_MODULE)
-            ahead += [m for x in boxes if not isinstance(x, nn.Module) for m in _modules_in(x)]
+            ahead += [
+                m for x in boxes if not issubclass(type(x), nn.Module) for m in _modules_in(x)
+            ]
     return list(found)
 
 
@@ -79,12 +82,19 @@ def _modules_in(x: Any) -> list[nn.Module]:
     ahead = [x]
     while ahead:
         x = ahead.pop()
-        if isinstance(x, nn.Module):
+        if issubclass(type(x), nn.Module):
             found.append(x)
         elif id(x) not in opened_before:
-            container = opened(x)
-            inside = carried(x) if container is None else container.children
-            if inside:
-                opened_before[id(x)] = x
-                ahead.extend(reversed(inside))
+            opened_before[id(x)] = x
+            ahead.extend(reversed(_inside(x)))
     return found
+
+
+def _inside(x: Any) -> Sequence[Any]:
+    """What is in a container or behind a callable; nothing if it refuses to say (code of the
+    user's may raise what it likes)."""
+    try:
+        container = opened(x)
+        return carried(x) if container is None else container.children
+    except Exception:
+        return ()

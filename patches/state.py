@@ -55,6 +55,13 @@ class StateProbe:
         self._vetoed: tuple[Watch | None, str | None] = None, None
 
     def __call__(self) -> Any:
+        try:
+            return self._read()
+        except Exception as error:  # of code of the user's: an object that answers no questions
+            self._watch = None
+            return Unreadable(error)
+
+    def _read(self) -> Any:
         module = self._module()
         if module is None:
             return None
@@ -89,9 +96,17 @@ class StateProbe:
 
         return put_back
 
-    def veto(self, seen: Seen | None = None) -> str | None:
+    def veto(self, seen: Seen | Unreadable | None = None) -> str | None:
         """Why nothing may be recorded just now, in words; None if nothing speaks against it. What
         the probe has just `seen` spares another look."""
+        if isinstance(seen, Unreadable):
+            return seen.reason
+        try:
+            return self._vetoed_for(seen)
+        except Exception as error:
+            return Unreadable(error).reason
+
+    def _vetoed_for(self, seen: Seen | None) -> str | None:
         module = self._module()
         if module is None:
             return "the module is gone"
@@ -101,6 +116,28 @@ class StateProbe:
         if self._vetoed[0] is not watch:  # as long as nothing is touched, the answer is the same
             self._vetoed = watch, _veto(watch.modules)
         return self._vetoed[1]
+
+
+class Unreadable:
+    """In place of a state that could not be read, because of an error: equal to nothing.
+
+    >>> unreadable = Unreadable(ValueError("ask me not"))
+    >>> unreadable == unreadable, unreadable.reason
+    (False, "the module's state cannot be read: ValueError: ask me not")
+    """
+
+    def __init__(self, error: Exception) -> None:
+        line = str(error).partition("\n")[0]
+        self.reason = f"the module's state cannot be read: {type(error).__name__}: {line}"
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def difference(self, before: object) -> str:
+        """What changed since, in words."""
+        return self.reason
 
 
 class Seen(NamedTuple):

@@ -27,6 +27,12 @@ def test_a_device_without_graphs_is_refused() -> None:
         Pool("cpu")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing can be recorded on cuda"):
+        Pool("cuda")
+
+
 def test_the_device_gets_its_number(device: torch.device) -> None:
     assert Pool(device.type).device == torch.device(device.type, 0)
 

@@ -17,6 +17,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 
+import accel
 from accel.patches.attention import attending
 from accel.patches.norms import fused_norms
 from accel.patches.state import StateProbe
@@ -284,3 +285,60 @@ def test_what_a_runner_sets_for_one_call_is_not_put_back_after_it() -> None:
 
 class _Own(nn.Module):
     """A module that is not torch's own: its attributes are looked at."""
+
+
+class Around(nn.Module):
+    """A layer, and whatever else it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def raises(self: Any) -> Any:
+    raise LookupError("ask me not")
+
+
+class RaisingList(list[Any]):
+    __len__ = raises
+
+
+class RaisingDict(dict[str, Any]):
+    __iter__ = keys = values = items = copy = raises
+
+
+def dead_proxy() -> list[Any]:
+    return [weakref.proxy(nn.Identity())]
+
+
+UNREADABLE: dict[str, Callable[[], Any]] = {
+    "a reference to what is gone": dead_proxy,
+    "a list without a length": lambda: RaisingList([1]),
+    "a dict that shows nothing": lambda: RaisingDict(a=1),
+}
+
+
+@pytest.mark.parametrize("when", ["from the first call", "from the fifth"])
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_state_that_cannot_be_read_is_eager_and_fails_no_call(
+    what: str, when: str, device: torch.device
+) -> None:
+    layer, x = Around().to(device).requires_grad_(False), torch.ones(2, 4, device=device)
+    if when == "from the first call":
+        layer.odd = UNREADABLE[what]()
+    accel.patch(layer, capture="always")
+    with torch.no_grad():
+        for call in range(8):
+            if call == 4:
+                layer.odd = UNREADABLE[what]()
+            assert torch.equal(layer(x), layer.layer(x))
+        report = accel.report(layer)["module"]
+        assert report.replays == (0 if when == "from the first call" else 2)
+        assert any("cannot be read: " in reason for reason in report.reasons)
+        del layer.odd
+        for _ in range(4):
+            assert torch.equal(layer(x), layer.layer(x))
+    assert report.captures > 0
