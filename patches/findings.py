@@ -85,7 +85,7 @@ class Verification:
     def __str__(self) -> str:
         counts = f"{self.runs} runs, {self.calls} calls compared, {self.replays} replays"
         if self.calls == 0:
-            counts = "trivially, as nothing was accelerated (accel.report says why)"
+            counts = "trivially, as nothing was accelerated"
         found = counts if self.first_difference is None else str(self.first_difference)
         lines = [f"equal: {found}" if self.equal else f"differs: {found}"]
         if self.non_finite is not None:

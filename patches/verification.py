@@ -21,7 +21,7 @@ from accel.patches.part import Part
 from accel.patches.patched import is_patchable
 from accel.patches.rerun import Call, Traces, make_schedulers_plain, plain_schedulers, schedulers_of
 from accel.patches.taps import Taps, first_not_finite, first_to_differ
-from accel.patches.warming import devices_of, parts_of, settling
+from accel.patches.warming import devices_of, parts_of, refuse_unfit, settling
 from accel.patches.witness import (
     GIVEN_OTHERS,
     OUTPUT,
@@ -110,6 +110,7 @@ class _Verifier:
         """Compares until nothing differs any more, or no part is left that could."""
         done = self._done
         if not self._parts:
+            refuse_unfit(self._obj, self._same.call.args, self._same.call.kwargs)
             done.notes.append(f"nothing was accelerated: {pipeline.report(self._obj).inactive}")
             return done
         replays = self._replays()
@@ -119,7 +120,7 @@ class _Verifier:
                     break
         done.replays = self._replays() - replays
         if not done.replays and done.equal:
-            done.notes.append("nothing was replayed, so little is proven: see accel.report(pipe)")
+            done.notes.append("no replay, so little is proven: see a patched pipe's accel.report")
         return done
 
     def _replays(self) -> int:

@@ -5,9 +5,10 @@ Knows when another run would bring nothing new. Does not know what a run does.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ def warm(pipe: Any, /, *args: Any, **call: Any) -> Report:
     call has the reason that it had in the run before; after 6 runs in any case.
 
     Random generators (those in the arguments too), the pipeline's attributes and its schedulers are
-    left as they were. Without CUDA nothing is run, and the report says so.
+    left as they were. Without CUDA nothing is run, and the report says so;
+    arguments that the call does not take are refused all the same.
 
     `num_inference_steps` is never lowered for you. What is recorded depends on what each step hands
     over (a second denoiser behind a boundary, a ControlNet's window, guidance that ends early), and
@@ -59,7 +61,26 @@ def warm(pipe: Any, /, *args: Any, **call: Any) -> Report:
                 traces.put_back()
                 args, call = repeated.fresh()
                 pipe(*args, **call)
+    else:
+        refuse_unfit(pipe, args, call)
     return pipeline.report(pipe)
+
+
+def refuse_unfit(pipe: Any, args: Sequence[Any], call: Mapping[str, Any]) -> None:
+    """Raises TypeError where `pipe(*args, **call)` would for its arguments, without calling it. Not
+    for a module: hooks may change what its forward is given.
+
+    >>> class Pipe:
+    ...     def __call__(self, prompt=""): ...
+    >>> refuse_unfit(Pipe(), (), {"promt": "a cat"})
+    Traceback (most recent call last):
+    TypeError: Pipe.__call__() got an unexpected keyword argument 'promt'
+    """
+    called = type(pipe).__call__
+    try:
+        inspect.signature(called).bind(pipe, *args, **call)
+    except TypeError as error:
+        raise TypeError(f"{called.__qualname__}() {error}") from None
 
 
 def parts_of(obj: Any, caller: str) -> list[Part]:

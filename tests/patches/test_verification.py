@@ -344,6 +344,14 @@ def test_nothing_is_proven_where_nothing_records() -> None:
     found = check(Pipe(torch.device("cpu")))
     assert (found.equal, found.runs) == (True, 0)
     assert found.notes == ["nothing was accelerated: no CUDA device: everything runs eagerly"]
+    # What says why is the note: accel.report knows nothing of a pipe that is not patched.
+    assert "accel.report" not in str(found)
+
+
+def test_an_argument_that_the_call_does_not_take_is_refused(device: torch.device) -> None:
+    for where in (device, torch.device("cpu")):
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'promt'$"):
+            check(Pipe(where), promt="a cat")
 
 
 def test_what_cannot_be_patched_cannot_be_verified() -> None:

@@ -131,6 +131,17 @@ def test_a_pipe_that_is_not_patched_is_told_what_to_call() -> None:
         accel.warm(Pipe(torch.device("cpu")))
 
 
+def test_an_argument_that_the_call_does_not_take_is_refused(device: torch.device) -> None:
+    pipe = Pipe(device)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'promt'$") as plain:
+        pipe(promt="a cat")
+    for where in (device, torch.device("cpu")):
+        with pytest.raises(TypeError) as refused:
+            accel.warm(accel.patch(Pipe(where), capture="always"), promt="a cat")
+        # Without a GPU nothing is run, but the words are python's own.
+        assert str(refused.value) == str(plain.value)
+
+
 def test_nothing_is_run_where_nothing_records() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a device that records")
