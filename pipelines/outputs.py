@@ -81,7 +81,12 @@ def _with_file_name(pattern: str | None, *, many: bool) -> str:
     name = "{index}-{prompt}-{seed}.png" if many else "{prompt}-{seed}.png"
     if pattern is None:
         return name
-    if pattern.endswith(("/", os.sep)) or os.path.isdir(pattern or "."):
+    if not pattern:  # a shell's variable that is empty, say
+        raise BadInput(
+            '--output "": a .png, a folder or a pattern is wanted; leave it out for names from '
+            "prompt and seed"
+        )
+    if pattern.endswith(("/", os.sep)) or os.path.isdir(pattern):
         return os.path.join(pattern.replace("{", "{{").replace("}", "}}"), name)
     return pattern
 

@@ -30,7 +30,9 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
         raise BadInput("prompts come as arguments or from --prompts, not both")
     try:
         text = _stdin() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise BadInput(f"--prompts {file}: not a text file (UTF-8)") from error
+    except OSError as error:
         raise BadInput(f"--prompts {file}: cannot be read: {first_line(error)}") from error
     # Some editors begin a file with a mark; other separators than newlines belong to a prompt.
     lines = text.removeprefix("\ufeff").split("\n")

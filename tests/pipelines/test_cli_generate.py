@@ -194,6 +194,7 @@ BAD = {
     "a word for a number": (["--guidance", "a"], "accel: --guidance a: this has to be a number"),
     "two lines for a seed": (["--seed", "1\n2"], "--seed 1 2: this has to be a whole number"),
     "empty size": (["--size", ""], "a size is 512 or 768x512"),
+    "no name": (["-o", ""], 'accel: --output "": a .png, a folder or a pattern is wanted'),
     "no folder": (["-o", "pictures"], "write pictures/ for a folder"),
     "a zoo's name": (["--model", "sdxl"], "sdxl has random weights: accel bench, verify"),
     "no such dtype": (["--dtype", "int3"], "choose from auto, float32"),

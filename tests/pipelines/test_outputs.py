@@ -44,6 +44,7 @@ def test_two_pictures_never_go_to_one_path(pattern: str) -> None:
     [
         ("{color}.png", r"no \{color\} here; a pattern may hold \{index\}"),
         ("{.png", "expected '}'"),
+        ("", r'--output "": a \.png, a folder or a pattern is wanted; leave it out for names from'),
         ("{}.png", "no {} here"),
         ("{seed:q}.png", "Unknown format code"),
         ("picture.jpg", r"name it picture\.png, or write picture\.jpg/ for a folder"),
