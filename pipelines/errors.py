@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import PurePath
 from types import TracebackType
+from typing import Any
 
 
 class AccelError(Exception):
@@ -90,7 +91,8 @@ def misread(error: Exception) -> str | None:
     complaint = getattr(error, "format_message", None)
     if complaint is None:
         return None
-    said, found = complaint(), getattr(error.__cause__, "errors", list)()
+    said: str = complaint()
+    found: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
     options = getattr(getattr(error, "param", None), "opts", None)
     if found and options and found[0]["type"] in _WANTED:
         wanted = _WANTED[found[0]["type"]].format(**found[0].get("ctx", {}))
