@@ -218,11 +218,20 @@ def _note_differences(then: dict[str, Any], now: dict[str, Any]) -> None:
         if name == "threads" and name not in now:
             continue  # on a GPU, which the device's line tells
         if now.get(name) != value:
-            remedy = f"; OMP_NUM_THREADS={value} before the command sets that"
+            remedy = f"; {_setting(value)} before the command sets that"
             note(
                 f"the picture was made with {name} {value}, here it is {now.get(name)}: "
                 f"it may come out different{remedy if name == 'threads' else ''}"
             )
+
+
+def _setting(threads: Any) -> str:
+    """What makes torch take so many threads. MKL, which torch asks, allows no more than there are
+    cores unless told that it may not choose."""
+    from accel.pipelines import machine
+
+    more = isinstance(threads, int) and threads > machine.cores()
+    return f"OMP_NUM_THREADS={threads}{' MKL_DYNAMIC=FALSE' if more else ''}"
 
 
 def _report(pipe: Any, mode: str) -> dict[str, Any] | None:

@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -7,7 +10,7 @@ import pytest
 import torch
 from PIL import Image, ImageStat
 
-from accel.pipelines import machine, picture
+from accel.pipelines import machine, making, picture
 
 Cli = Callable[..., Any]
 Folder = Callable[[str], Path]
@@ -90,6 +93,36 @@ def test_another_number_of_threads_is_told_in_one_line(
         "accel: the picture was made with threads 1, here it is 2: it may come out different; "
         "OMP_NUM_THREADS=1 before the command sets that"
     )
+
+
+@pytest.mark.parametrize(
+    ("cores", "remedy"),
+    [
+        (3, "OMP_NUM_THREADS=4 MKL_DYNAMIC=FALSE before the command sets that"),
+        (4, "OMP_NUM_THREADS=4 before the command sets that"),
+    ],
+)
+def test_more_threads_than_cores_need_a_word_to_mkl(
+    cores: int,
+    remedy: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: cores)
+    making._note_differences({"threads": 4}, {"threads": 2})
+    assert capsys.readouterr().err.endswith(f"; {remedy}\n")
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
+def test_that_remedy_sets_more_threads_than_there_are_cores() -> None:
+    wanted = machine.cores() + 1
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.get_num_threads())"],
+        env={**os.environ, "OMP_NUM_THREADS": str(wanted), "MKL_DYNAMIC": "FALSE"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"{wanted}\n"
 
 
 def test_threads_are_no_matter_on_a_gpu(
