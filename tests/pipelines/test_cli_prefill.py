@@ -158,7 +158,7 @@ BAD = {
     "twice": (("x", "--prompts", "y"), "prompts come as arguments or from --prompts, not both"),
     "no file": (("--prompts", "y"), "--prompts y: cannot be read: No such file or directory"),
     "a folder": (("--prompts", "."), "--prompts .: cannot be read: Is a directory"),
-    "no text": (("--prompts", "bytes"), "--prompts bytes: cannot be read: "),
+    "no text": (("--prompts", "bytes"), "--prompts bytes: not a text file"),
     "empty file": (("--prompts", "nothing"), "--prompts nothing: no prompt in it"),
     "too long": (
         ("a b c", "--max-tokens", "3", "--mode", "eager"),
