@@ -281,7 +281,7 @@ def _inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 COMPARED_BYTES = 2**16
-"""Up to here a host tensor that a recording reads is compared by value, in some 40 µs at most."""
+"""Up to here a host tensor that a recording reads is compared by value, at every call."""
 
 _aliases: weakref.WeakKeyDictionary[torch.UntypedStorage, set[int]] = weakref.WeakKeyDictionary()
 """Which tensors over a host storage are recordings' own, so that these do not take each other for

@@ -110,9 +110,9 @@ class Pool:
 
     def anchor(self, room: int = 0) -> None:
         """Makes sure that the pool's id outlives its graphs. Call on the pool's stream. The first
-        time `room` bytes are taken in one piece, for graphs to find theirs in: of tensor by tensor
-        a fifth more is lost between the pieces. Raises OutOfMemoryError if there is no such piece;
-        the pool can do without."""
+        time `room` bytes are taken in one piece, for graphs to find theirs in: taken tensor by
+        tensor, memory is lost between the pieces. Raises OutOfMemoryError if there is no such
+        piece; the pool can do without."""
         if self._anchor is None:
             anchor = self.backend.segment(self.id)
             anchor.begin()
