@@ -51,6 +51,11 @@ def test_what_fails_on_the_way_is_1() -> None:
     assert "No space left on device" in line
 
 
+def _as_in_a_terminal() -> None:
+    """What runs in the background has Ctrl-C ignored, and so have its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(
     ("sent", "code", "said"),
     [(signal.SIGINT, 130, "accel: interrupted\n"), (signal.SIGTERM, -signal.SIGTERM, "")],
@@ -61,12 +66,20 @@ def test_what_is_stopped_says_by_what(
 ) -> None:
     line = ("generate", "a red circle", "--steps", "9999", "--device", "cpu", "-o", "x.png")
     with subprocess.Popen(
-        [*COMMAND, *line], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*COMMAND, *line],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_as_in_a_terminal,
     ) as running:
         assert running.stderr is not None
-        assert running.stderr.readline().startswith("accel: nothing is accelerated")
-        running.send_signal(sent)
-        _, err = running.communicate(timeout=120)
+        try:
+            assert running.stderr.readline().startswith("accel: nothing is accelerated")
+            running.send_signal(sent)
+            _, err = running.communicate(timeout=120)
+        finally:
+            running.kill()
     assert (running.returncode, err) == (code, said)
     assert list(tmp_path.iterdir()) == []
 
