@@ -51,6 +51,18 @@ def test_what_fails_on_the_way_is_1() -> None:
     assert "No space left on device" in line
 
 
+def _stopped(running: subprocess.Popen[str], sent: signal.Signals) -> str:
+    """What it says when it is stopped. One Ctrl-C may get lost: Python ignores what is raised in a
+    finalizer, and libraries are still being imported. Whoever waits presses it again."""
+    for _ in range(6):
+        running.send_signal(sent)
+        try:
+            return running.communicate(timeout=30)[1]
+        except subprocess.TimeoutExpired:
+            continue
+    raise AssertionError("it goes on")
+
+
 def _as_in_a_terminal() -> None:
     """What runs in the background has Ctrl-C ignored, and so have its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -76,11 +88,11 @@ def test_what_is_stopped_says_by_what(
         assert running.stderr is not None
         try:
             assert running.stderr.readline().startswith("accel: nothing is accelerated")
-            running.send_signal(sent)
-            _, err = running.communicate(timeout=120)
+            err = _stopped(running, sent)
         finally:
             running.kill()
-    assert (running.returncode, err) == (code, said)
+    assert running.returncode == code
+    assert err.endswith(said)
     assert list(tmp_path.iterdir()) == []
 
 
