@@ -19,6 +19,8 @@ from torch import nn
 
 from accel.graph import as_break
 from accel.patches.attention import OfThisThread, attending, implementation
+from accel.patches.gated import fused_gates
+from accel.patches.kernels import kernels_for
 from accel.patches.norms import fused_norms
 from accel.patches.rotary import fused_rotary
 from accel.patches.state import StateProbe
@@ -49,7 +51,7 @@ def prefill_runner(
     in `mode="full"`; `cache_tokens` how many tokens' keys and values can be kept, for prefixes,
     chunks and `generate` (0: none). `mode` is "breakable", "full" or "eager"; `attention` "auto",
     "flashinfer", "torch" or "reference"; `buckets` the sizes to pad batches to; without `fused`
-    norms and rotary embeddings run op by op as in the model's file, not in fewer kernels. Raises
+    norms, rotary embeddings and gated units run op by op as in the model's file. Raises
     ValueError for arguments that cannot be met. A model that cannot be packed runs as it is, prompt
     by prompt: `runner.report.declined` says why. Of a model split by `tp_plan`, every rank makes a
     runner and calls it with the same prompts.
@@ -91,6 +93,8 @@ class TransformersModel:
         self.routes = _has_experts(config)
         self.stages: Sequence[nn.Module] = _stages_of(self._decoder)
         self._probe, self._fused = StateProbe(model), fused
+        if fused:
+            kernels_for(self.device)  # compiled now: later something may be recorded
         self._lock = _locks.setdefault(self._decoder, threading.RLock())
         self._capped = False
         self._output_class: Any = None
@@ -170,6 +174,7 @@ class TransformersModel:
                 stack.enter_context(fused_norms(self._decoder))
             if self._fused and not self.routes:
                 stack.enter_context(fused_rotary(self._decoder))
+                stack.enter_context(fused_gates(self._decoder, self.device))
             yield
 
     def own(self, ids: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -18,13 +17,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from accel.patches.forward import PatchedMethod
-from accel.patches.trial import CLOSE, out_of_sight
+from accel.patches.forward import ForOneThread
+from accel.patches.trial import CLOSE, out_of_sight, settings_of
 
 _EPSILONS = "variance_epsilon", "eps"
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_VALUES = {type(None), bool, int, float, str, torch.dtype}
-"""Kinds of settings that stay what they are: others may change, and are not kept alive here."""
 _SIZES = (1e-3, 1.0, 1e3)
 """Of the rows that a norm is tried on: beside the smallest the epsilon counts."""
 
@@ -59,7 +55,7 @@ def fused_norms(decoder: nn.Module) -> Iterator[int]:
     False
     """
     found = [(module, form) for module in decoder.modules() if (form := form_of(module))]
-    fused = [_FusedForward(norm, form) for norm, form in found]
+    fused = [ForOneThread(norm, _computing(norm, form)) for norm, form in found]
     try:
         for forward in fused:
             forward.install()
@@ -82,8 +78,7 @@ def form_of(module: nn.Module) -> Form | None:
         return None
     if len(module._parameters) > 1 or module._modules or module._buffers:
         return None
-    settings = {name: x for name, x in vars(module).items() if name not in _OF_EVERY_MODULE}
-    if not all(map(_is_value, settings.values())):  # a forward, among others
+    if (settings := settings_of(module)) is None:
         return None
     # In words, in which True is not 1. A subclass may have the same forward, but other helpers.
     key = type(module), type(module).forward, len(weight), repr(settings)
@@ -91,10 +86,6 @@ def form_of(module: nn.Module) -> Form | None:
         forms = (form for form in (_plain, _zero_centred) if _computes(module, form))
         _forms[key] = next(forms, None)
     return _forms[key]
-
-
-def _is_value(x: Any) -> bool:
-    return type(x) in _VALUES or (isinstance(x, tuple) and all(map(_is_value, x)))
 
 
 def _computes(module: Any, form: Form) -> bool:
@@ -124,24 +115,16 @@ def _epsilon(norm: Any) -> float | None:
     return epsilon
 
 
-class _FusedForward(PatchedMethod):
-    """In the place of a norm's own forward, which still runs in other threads, and for what torch's
-    function takes another way with (a mix of precisions, autocast). Made in every call, so without
-    the signature that nobody reads meanwhile."""
+def _computing(norm: Any, form: Form) -> Callable[..., Any]:
+    """The norm's forward in that form, or its own for what torch's function takes another way with
+    (a mix of precisions, autocast)."""
 
-    __slots__ = ()
+    def instead(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and _in_one_kernel(args[0], norm.weight):
+            return form(args[0], norm.weight, _epsilon(norm))
+        return own(*args, **kwargs)
 
-    def __init__(self, norm: Any, form: Form) -> None:
-        thread = threading.get_ident()
-
-        def instead(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            mine = threading.get_ident() == thread and len(args) == 1 and not kwargs
-            if mine and _in_one_kernel(args[0], norm.weight):
-                return form(args[0], norm.weight, _epsilon(norm))
-            return own(*args, **kwargs)
-
-        self._module, self._name, self.original = norm, "forward", norm.forward
-        self._instead = instead
+    return instead
 
 
 def _in_one_kernel(hidden: Any, weight: torch.Tensor) -> bool:

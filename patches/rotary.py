@@ -1,4 +1,4 @@
-"""Rotary position embeddings of a language model in three kernels a tensor instead of five.
+"""Rotary position embeddings of a language model in one kernel, or three a tensor, instead of five.
 
 Knows the function that the files of transformers' models call by one name, and whether one of them
 turns the halves of a head as most do: it is tried. A stand-in takes its place in the model's file
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.patches.kernels import kernels_for
 from accel.patches.trial import CLOSE, out_of_sight
 
 NAME = "apply_rotary_pos_emb"
@@ -64,6 +65,9 @@ def _stand_in(own: Callable[..., Any]) -> Callable[..., Any]:
     def apply(*args: Any, **kwargs: Any) -> Any:
         if getattr(_here, "fused", False) and len(args) == 4 and not kwargs and _fits(*args):
             q, k, cos, sin = args
+            kernels = kernels_for(q.device)
+            if kernels is not None and len(q) == 1 and all(x.stride(-1) == 1 for x in args):
+                return kernels.turn(q, k, cos, sin)
             return turned(q, cos, sin), turned(k, cos, sin)
         return own(*args, **kwargs)
 

@@ -1,15 +1,19 @@
 """Trials: does one function compute what another does, on the host, in two precisions?
 
-Knows how near two results have to be, and that nobody may see the trial. Does not know what is
-tried (norms.py, rotary.py).
+Knows how near two results have to be, that nobody may see the trial, and which settings of a module
+its verdict holds for. Does not know what is tried (norms.py, rotary.py, gated.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps}
@@ -26,3 +30,25 @@ def out_of_sight() -> Iterator[None]:
     """
     with _disable_current_modes(), torch.no_grad():
         yield
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_VALUES = {type(None), bool, int, float, str, torch.dtype}
+"""Kinds of settings that stay what they are: others may change, and are not kept alive here."""
+
+
+def settings_of(module: nn.Module) -> dict[str, Any] | None:
+    """The attributes of a module that are its own; None if one is no plain value: a forward that
+    someone has put there, say.
+
+    >>> settings_of(nn.RMSNorm(4, eps=1e-6))["eps"], settings_of(nn.Bilinear(1, 1, 1))["training"]
+    (1e-06, True)
+    """
+    settings = {name: x for name, x in vars(module).items() if name not in _OF_EVERY_MODULE}
+    return settings if all(map(_is_value, settings.values())) else None
+
+
+def _is_value(x: Any) -> bool:
+    if type(x) is functools.partial and isinstance(x.func, types.BuiltinFunctionType):
+        return all(map(_is_value, (*x.args, *x.keywords.values())))
+    return type(x) in _VALUES or (isinstance(x, tuple) and all(map(_is_value, x)))

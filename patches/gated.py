@@ -1,0 +1,140 @@
+"""Gated units of a language model, `down(act(gate(x)) * up(x))`, with one kernel less.
+
+Knows such a unit by the names that its forward's code uses, and by what it computes when tried; the
+three projections stay calls of their modules, whatever these are. In half precision the product
+rounds once where the model's own rounds twice. In place for one thread at a time, for the length of
+one body call, and only where kernels.py has a kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules import module as hooks_of_all
+
+from accel.patches.forward import ForOneThread
+from accel.patches.kernels import kernels_for
+from accel.patches.trial import CLOSE, out_of_sight, settings_of
+
+NAMES = frozenset(("act_fn", "gate_proj", "up_proj", "down_proj"))
+"""All that a gated unit's forward asks for."""
+_EXACT: dict[bool, Callable[[torch.Tensor], torch.Tensor]] = {
+    False: functional.silu,
+    True: lambda x: functional.gelu(x, approximate="tanh"),
+}
+"""The activations that there are kernels for, by whether they are GELU (as its form with a
+hyperbolic tangent)."""
+
+_found: dict[Hashable, bool | None] = {}
+"""Which of `_EXACT` a forward with an activation is; None for neither."""
+
+
+@contextlib.contextmanager
+def fused_gates(decoder: nn.Module, device: torch.device) -> Iterator[int]:
+    """While open, gated units in `decoder`, on `device`, take one kernel less if this thread calls
+    them. Gives how many there are. One thread at a time per decoder.
+
+    >>> with fused_gates(nn.Linear(2, 2), torch.device("cpu")) as count:
+    ...     count
+    0
+    """
+    kernels = kernels_for(device)
+    modules = () if kernels is None else decoder.modules()
+    found = [(unit, tanh) for unit in modules if (tanh := activation_of(unit)) is not None]
+    fused = [ForOneThread(unit, _computing(unit, tanh, kernels, device)) for unit, tanh in found]
+    with contextlib.ExitStack() as undo:
+        for forward in fused:
+            undo.callback(forward.retire)
+            forward.install()
+        yield len(fused)
+
+
+def activation_of(module: nn.Module) -> bool | None:
+    """Which activation a gated unit has, as in `_EXACT`; None for modules that are none, and where
+    someone has replaced a forward on an object or listens to the activation.
+
+    >>> activation_of(nn.Linear(2, 2)) is None
+    True
+    """
+    if not _asks_for_a_gated_units_parts(type(module).forward) or "forward" in vars(module):
+        return None
+    activation = getattr(module, "act_fn", None)
+    settings = settings_of(activation) if isinstance(activation, nn.Module) else {}
+    if settings is None or not _is_alone(activation):
+        return None
+    what = activation if isinstance(activation, types.FunctionType) else type(activation)
+    key = type(module).forward, what, repr(settings)
+    if key not in _found:
+        fits = (tanh for tanh in _EXACT if _computes(type(module).forward, activation, tanh))
+        _found[key] = next(fits, None)
+    return _found[key]
+
+
+@functools.cache
+def _asks_for_a_gated_units_parts(forward: Any) -> bool:
+    """And for nothing else: then nothing else of the module matters."""
+    code = getattr(forward, "__code__", None)
+    return code is not None and {*code.co_names} == NAMES and not code.co_freevars
+
+
+def _is_alone(activation: Any) -> bool:
+    """Whether nobody would notice that the activation is not called."""
+    if not isinstance(activation, nn.Module):
+        return isinstance(activation, types.FunctionType) and not activation.__closure__
+    boxes = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+    return not any(getattr(activation, box) for box in boxes)
+
+
+def _computes(forward: Any, activation: Any, tanh: bool) -> bool:
+    """Whether a forward is that of a gated unit with this activation: tried on small projections,
+    out of sight of a recorder."""
+    draw = torch.Generator("cpu").manual_seed(5)
+    try:
+        with out_of_sight():
+            for dtype, close in CLOSE.items():
+                gate, up, down, rows = (
+                    (torch.rand(shape, generator=draw, device="cpu") * 4 - 2).to(dtype)
+                    for shape in ((6, 4), (6, 4), (4, 6), (1, 3, 4))
+                )
+                unit = types.SimpleNamespace(act_fn=activation)
+                for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+                    setattr(unit, name, lambda x, weight=weight: functional.linear(x, weight))
+                wide = functional.linear(rows, gate).float(), functional.linear(rows, up).float()
+                product = (_EXACT[tanh](wide[0]) * wide[1]).to(dtype)
+                ours = functional.linear(product, down)
+                scale = float(ours.abs().max())
+                torch.testing.assert_close(forward(unit, rows), ours, rtol=0, atol=close * scale)
+    except Exception:  # whatever it needs more: it is no such unit
+        return False
+    return True
+
+
+def _computing(unit: Any, tanh: bool, kernels: Any, device: torch.device) -> Callable[..., Any]:
+    def instead(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or _is_listened_to():
+            return own(*args, **kwargs)
+        gate, up = unit.gate_proj(*args), unit.up_proj(*args)
+        if _fits(gate, up, device):
+            return unit.down_proj(kernels.gate(gate, up, tanh))
+        return unit.down_proj(unit.act_fn(gate) * up)
+
+    return instead
+
+
+def _is_listened_to() -> bool:
+    return bool(hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks)
+
+
+def _fits(gate: Any, up: Any, device: torch.device) -> bool:
+    if {type(gate), type(up)} != {torch.Tensor} or gate.dtype != up.dtype:
+        return False
+    if gate.device != device or up.device != device or gate.shape != up.shape:
+        return False
+    return bool(gate.is_floating_point() and gate.is_contiguous() and up.is_contiguous())
