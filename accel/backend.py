@@ -231,16 +231,17 @@ class Backend:
         """Has `call` run whenever an allocation fails, in anyone's code, until the process ends."""
         torch._C._cuda_attach_out_of_memory_observer(call)  # type: ignore[attr-defined]
 
-    def warm_libraries(self, device: torch.device) -> None:
+    def warm_libraries(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         """Makes the math libraries' handles for the calling thread, which no recording can, and
         their scratch memory for the current stream, whose address recorded work keeps: in memory
         that goes to nothing else, ever. Dropping scratch memory instead (torch knows only all of
         it at once) would take it from under the feet of other threads. (cuDNN makes its handles
-        inside a relaxed recording without complaint: tried.)"""
+        inside a relaxed recording without complaint: tried.) The first product in another `dtype`
+        than the process has used takes 70 ms, to load its kernel."""
         stream = torch.cuda.current_stream(device)
         with torch.no_grad(), torch.cuda.use_mem_pool(_scratch_pool(stream.cuda_stream), device):
             torch.cuda.current_blas_handle()
-            x = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+            x = torch.zeros(16, 16, dtype=dtype, device=device)
             torch._C._nn.linear(x, x, x[0])  # another library's, with memory of its own
 
 

@@ -25,6 +25,7 @@ _idle_streams: defaultdict[torch.device, list[Any]] = defaultdict(list)
 _sides: dict[torch.device, tuple[Any, Any]] = {}
 """A device's streams for constants and for segments that run beside: no pool records on them."""
 
+_OF_PRODUCTS = torch.float16, torch.bfloat16, torch.float32
 STREAMS = 32
 """That torch has of a device; it gives out the same ones again and again."""
 
@@ -41,7 +42,8 @@ class Pool:
 
     Any thread may use a pool. Discarded segments wait in the graveyard until the generation ends:
     destroying one can take a workspace away from the others. An anchor, an empty recording, keeps
-    the pool's id alive while no graph does. `memory_limit` is in bytes. `tenants` say
+    the pool's id alive while no graph does. `memory_limit` is in bytes, `dtype` that of most of the
+    matrix products, if it is known. `tenants` say
     whether they have graphs in it, `has_graphs`; when a new generation begins `forget_graphs` is
     called. `unrecordable` are ops that a recording failed on: from the next one on they are breaks.
     `may_cut` is off once a recording in several segments failed: work forked to another stream
@@ -52,7 +54,12 @@ class Pool:
     0
     """
 
-    def __init__(self, device: torch.device | str, memory_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str,
+        memory_limit: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         backend = backend_for(device)
         if backend is None:
             raise ValueError(f"nothing can be recorded on {device}: graphs need CUDA")
@@ -62,6 +69,7 @@ class Pool:
             line = str(error).partition("\n")[0]
             raise ValueError(f"nothing can be recorded on {device}: {line}") from None
         self.backend = backend
+        self.dtype = dtype if dtype in _OF_PRODUCTS else torch.bfloat16
         self.lock = threading.RLock()
         if self.device not in _sides:
             sides = backend.new_stream(self.device), backend.new_stream(self.device)
@@ -128,7 +136,7 @@ class Pool:
         as a random generator's seed at the first recording, could not be written later."""
         grad = torch.is_grad_enabled()
         with self.entered(), torch.inference_mode(False), torch.set_grad_enabled(grad):
-            self.backend.warm_libraries(self.device)
+            self.backend.warm_libraries(self.device, self.dtype)
             self.anchor()
             yield
 
@@ -151,7 +159,7 @@ class Pool:
         """For eager work on the pool's stream: the libraries' handles and scratch memory, once a
         thread and generation, as a stream's scratch memory goes with its segments."""
         if getattr(self._here, "warm", None) != self.generation:
-            self.backend.warm_libraries(self.device)
+            self.backend.warm_libraries(self.device, self.dtype)
             self._here.warm = self.generation
 
     @contextlib.contextmanager

@@ -29,10 +29,10 @@ from accel.signature import leaves, map_tree
 
 aten = torch.ops.aten
 
-FIRST_OPERATIONS, SEGMENT_OPERATIONS = 64, 512
-"""After so many ops a segment ends, and runs while the next is recorded. The first is short and the
-others up to twice as long as the one before: what the device is to begin with takes the host less
-long to launch."""
+FIRST_OPERATIONS, SEGMENT_OPERATIONS = 64, 256
+"""After so many ops a segment ends, and runs while the next is recorded: only the last one's work
+is left when the host is done. The first is short and the others up to twice as long as the one
+before: what the device is to begin with takes the host less long to launch."""
 _UNRECORDABLE_TAGS = {Tag.dynamic_output_shape, Tag.data_dependent_output, Tag.cudagraph_unsafe}
 _UNRECORDABLE = {aten._linalg_check_errors, aten.bincount, aten.histogram, aten.linalg_eig}
 """Tags miss these: they wait for the device, or the shape of their result depends on values."""

@@ -58,13 +58,13 @@ class Options:
         ours, theirs = vars(self) | {"pools": None}, vars(other) | {"pools": None}
         return ours == theirs
 
-    def pool(self, device: torch.device) -> Pool:
-        """The pool of `device`, made at first use."""
+    def pool(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Pool:
+        """The pool of `device`, made at first use, by a module of that `dtype`."""
         with _making_pools:
             if device in self.pools:
                 return self.pools[device]
             limit = None if self.memory_limit is None else bytes_from(self.memory_limit)
-            return self.pools.setdefault(device, Pool(device, limit))
+            return self.pools.setdefault(device, Pool(device, limit, dtype))
 
 
 class Part:
@@ -144,12 +144,12 @@ class Part:
         return result
 
     def _runner_for(self, original: Callable[..., Any]) -> GraphRunner | None:
-        device = self.device()
-        pool = None if device is None else self.options.pools.get(device)
+        parameter = self._parameter()
+        pool = None if parameter is None else self.options.pools.get(parameter.device)
         if pool is None:
-            if device is None or backend_for(device) is None:
+            if parameter is None or backend_for(parameter.device) is None:
                 return None
-            pool = self.options.pool(device)
+            pool = self.options.pool(parameter.device, parameter.dtype)
         if self._runner is None or self._runner.pool is not pool:
             self._runner = GraphRunner(
                 shimmed(original, self.module),
@@ -166,12 +166,15 @@ class Part:
 
     def device(self) -> torch.device | None:
         """Where the module's first parameter is; None if it has none."""
+        parameter = self._parameter()
+        return None if parameter is None else parameter.device
+
+    def _parameter(self) -> torch.Tensor | None:
         owner, name = self._first or ({}, "")
         if owner.get(name) is None:
             self._first = _first_parameter(self.module)
             owner, name = self._first or ({}, "")
-        parameter = owner.get(name)
-        return None if parameter is None else parameter.device
+        return owner.get(name)
 
 
 def _first_parameter(module: nn.Module) -> tuple[dict[str, Any], str] | None:

@@ -61,7 +61,7 @@ class PrefillRunner:
         self._model, self._max_requests = model, max_requests
         self._ladder = Ladder(max_tokens, buckets)
         self._lock = threading.RLock()
-        self._pool = Pool(model.device) if backend_for(model.device) else None
+        self._pool = Pool(model.device, dtype=model.dtype) if backend_for(model.device) else None
         self._place = Workplace(self._pool, model.ranks)
         self._graphs: Graphs | None = None
         self._guests = Guests()

@@ -185,9 +185,9 @@ def _warmed_elsewhere(monkeypatch: Any) -> None:
     backend: Any = backend_for("sim")
     warm = backend.warm_libraries
 
-    def elsewhere(device: torch.device) -> None:
+    def elsewhere(device: torch.device, dtype: torch.dtype) -> None:
         with backend.on_stream(backend.new_stream(device)):
-            warm(device)
+            warm(device, dtype)
 
     monkeypatch.setattr(type(backend), "warm_libraries", staticmethod(elsewhere))
 

@@ -250,7 +250,7 @@ class TestL4FirstCalls:
         self, sim: torch.device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         backend: Any = backend_for(sim)
-        monkeypatch.setattr(type(backend), "warm_libraries", lambda self, device: None)
+        monkeypatch.setattr(type(backend), "warm_libraries", lambda self, *asked: None)
         reasons = self.in_threads(sim).report.reasons
         assert any("recording failed" in reason and "handle" in reason for reason in reasons)
 

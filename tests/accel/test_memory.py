@@ -202,9 +202,9 @@ def test_scratch_memory_is_made_once_a_thread_and_generation(
 ) -> None:
     made, warm = list[torch.device](), backend.warm_libraries
 
-    def noted(device: torch.device) -> None:
+    def noted(device: torch.device, dtype: torch.dtype) -> None:
         made.append(device)
-        warm(device)
+        warm(device, dtype)
 
     monkeypatch.setattr(backend, "warm_libraries", noted, raising=False)
 
@@ -220,6 +220,30 @@ def test_scratch_memory_is_made_once_a_thread_and_generation(
     pool.retire()
     work()
     assert made == [pool.device] * 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "warmed"),
+    [(torch.float16, torch.float16), (torch.float32, torch.float32), (torch.uint8, torch.bfloat16)],
+)
+def test_libraries_are_warmed_in_the_dtype_that_is_in_use(
+    device: torch.device,
+    backend: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    warmed: torch.dtype,
+) -> None:
+    """Another's kernels would have to be loaded first. There are none of integers."""
+    asked, warm = list[torch.dtype](), backend.warm_libraries
+
+    def noted(device: torch.device, dtype: torch.dtype) -> None:
+        asked.append(dtype)
+        warm(device, dtype)
+
+    monkeypatch.setattr(backend, "warm_libraries", noted, raising=False)
+    with Pool(device, dtype=dtype).recording():
+        pass
+    assert asked == [warmed]
 
 
 def test_the_default_limit_is_half_of_what_is_free(pool: Pool, backend: Backend) -> None:

@@ -76,6 +76,14 @@ def test_taken_off_the_module_is_plain_and_may_die(device: torch.device, backend
     assert gone() is None
 
 
+def test_the_pool_is_made_for_the_dtype_of_the_module(device: torch.device) -> None:
+    layer, options = nn.Linear(4, 4).to(device, torch.float16), Options(capture="always")
+    part = Part("layer", layer, "forward", options)
+    layer(torch.zeros(1, 4, dtype=torch.float16, device=device))
+    assert options.pools[device].dtype == torch.float16
+    part.take_off()
+
+
 def test_a_patched_module_may_die(device: torch.device) -> None:
     layer = nn.Linear(4, 4).to(device)
     part = Part("layer", layer, "forward", Options(capture="always"))

@@ -107,7 +107,7 @@ class SimulatedBackend:
     def on_out_of_memory(self, call: Callable[..., None]) -> None:
         arena.observers.append(call)
 
-    def warm_libraries(self, device: torch.device) -> None:
+    def warm_libraries(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         card.make_handle(card.current_stream())
         card.make_scratch(card.current_stream())
 
