@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.breaks import Break
 from accel.graph import ARGUMENT, OURS, Recording, Refused, current_recording
-from accel.record_stand_ins import VIEWS, visible_host_data
+from accel.record_stand_ins import VIEWS, fitting, visible_host_data
 from accel.signature import leaves, map_tree
 
 aten = torch.ops.aten
@@ -44,9 +44,7 @@ _RUNNING_STATISTICS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.def
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}
 _ON_HOST = "a host tensor that outlives the call"
 _TENSOR = torch.Tensor
-_SIZES = {int, torch.Size, type(None)}
-"""Not tuples, in which there may be tensors: torch reads such a size on the device."""
-_OF_TORCH = types.BuiltinFunctionType, types.MethodDescriptorType
+_OF_TORCH = types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType
 _NO_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 
 
@@ -203,9 +201,7 @@ class OpRecorder(TorchDispatchMode):
         compiled = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
         if compiled or not isinstance(original, _OF_TORCH):
             return original  # type: ignore[no-any-return]
-        plain = self._plain | {type(None), bool, int, float, tuple, torch.Size}
-        views = name in VIEWS
-        shapes = views or name == "reshape"
+        fits, views = fitting(name, self._plain), name in VIEWS
         recorder = weakref.ref(self)  # someone may keep the stand-in
 
         @functools.wraps(original)
@@ -221,8 +217,7 @@ class OpRecorder(TorchDispatchMode):
                 or not mine
                 or torch._C._len_torch_dispatch_stack() != 1
                 or torch._C._functorch.peek_interpreter_stack() is not None
-                or not plain.issuperset(map(type, given))
-                or (shapes and not _SIZES.issuperset(map(type, given[1:])))
+                or not (given and fits(given))
                 or "out" in kwargs
                 or here._pool.unrecordable
                 or (not views and here._look_at(given)[1])

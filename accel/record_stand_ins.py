@@ -49,7 +49,8 @@ def visible_host_data(whole: Callable[[Any, str], Any]) -> Iterator[None]:
         ones += [(layers, "F", _functional(whole)) for layers in _LAYERS]
         for owner, name, stand_in in (*_STAND_INS, *ones):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
-        stack.enter_context(patched(torch.Tensor, **_INDEXING_STAND_INS))
+        items = (_indexed(_ITEM, whole(_BASE, "__getitem__")), _indexed(_SET_ITEM, _SET_ITEM))
+        stack.enter_context(patched(torch.Tensor, __getitem__=items[0], __setitem__=items[1]))
         yield
 
 
@@ -101,8 +102,9 @@ def _new_tensor(self: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
     return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **kwargs})
 
 
-def _indexed(original: Any) -> Any:
-    """`__getitem__` or `__setitem__` with lists of numbers made tensors where that can be seen."""
+def _indexed(original: Any, plainly: Any) -> Any:
+    """`__getitem__` or `__setitem__`, `plainly`, with lists of numbers made tensors where that can
+    be seen."""
 
     @functools.wraps(original)
     def item(self: torch.Tensor, index: Any, *value: Any) -> Any:
@@ -110,7 +112,7 @@ def _indexed(original: Any) -> Any:
             index = _on_device(index, self.device)
         if has_torch_function_unary(self):  # torch would tell it of the stand-in
             return handle_torch_function(original, (self,), self, index, *value)
-        return original(self, index, *value)
+        return plainly(self, index, *value)
 
     return item
 
@@ -142,20 +144,63 @@ def _on_device(index: Any, device: torch.device) -> Any:
     return index
 
 
-VIEWS = ("view", "transpose", "permute", "unsqueeze", "chunk")
-"""Methods that compute nothing."""
+def fitting(name: str, tensors: set[Any]) -> Callable[[Any], bool]:
+    """Whether the arguments of a function of `_WHOLE` are plain ones, the first a tensor of one of
+    the types `tensors`: of some nothing else is asked for that torch would read unseen.
+
+    >>> x, kinds = torch.ones(2, device=device), {torch.Tensor}
+    >>> [fitting("view", kinds)((x, size)) for size in (2, x)], fitting("cat", kinds)(([x, x], 0))
+    ([True, False], True)
+    >>> fitting("__getitem__", kinds)((x, (0, None))), fitting("__getitem__", kinds)((x, x))
+    (True, False)
+    """
+    if name == "__getitem__":
+        return lambda given: type(given[0]) in tensors and _is_basic(given[1])
+    if name in _OF_SEVERAL:
+        return lambda given: (
+            type(given[0]) in (list, tuple)
+            and tensors.issuperset(map(type, given[0]))
+            and _SIZES.issuperset(map(type, given[1:]))
+        )
+    others = _SIZES if name in _SHAPED else {torch.dtype} if name == "to" else tensors | _PLAIN
+    return lambda given: type(given[0]) in tensors and others.issuperset(map(type, given[1:]))
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether an index is of numbers, slices and such alone: it computes nothing."""
+    return all(
+        _SIZES.issuperset((type(part.start), type(part.stop), type(part.step)))
+        if type(part) is slice
+        else type(part) in _INDICES
+        for part in (index if type(index) is tuple else (index,))
+    )
+
+
+_SIZES = {int, torch.Size, types.NoneType}
+"""Not tuples, in which there may be tensors: torch reads such a size on the device."""
+_INDICES = {int, types.NoneType, types.EllipsisType}
+_PLAIN = {types.NoneType, bool, int, float, tuple, torch.Size}
+_BASE = torch._C.TensorBase
+_ITEM, _SET_ITEM = _BASE.__getitem__, _BASE.__setitem__
+
+_SHAPES = "view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "chunk"
+VIEWS = frozenset((*_SHAPES, "view_as_complex", "view_as_real", "__getitem__"))
+"""What computes nothing."""
+_SHAPED = frozenset((*_SHAPES, "reshape", "flatten"))
+"""What is asked for by sizes."""
+_OF_SEVERAL = "cat", "stack"
 _LAYERS = (torch.nn.modules.linear, torch.nn.modules.conv)
-_WHOLE = [
-    (torch, "group_norm"),
-    (torch, "layer_norm"),
-    (torch, "rms_norm"),
+_FUNCTIONS = "group_norm", "layer_norm", "rms_norm", "rsqrt", "view_as_complex", "view_as_real"
+_METHODS = "reshape", "flatten", "contiguous", "to", "float", "pow", "mean", "tanh", "__neg__"
+_OPERATORS = "__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__"
+_WHOLE: list[tuple[Any, str]] = [
     (torch._C._nn, "silu"),
-    *((torch.Tensor, name) for name in (*VIEWS, "reshape")),
-    *((torch.Tensor, name) for name in ("__add__", "__sub__", "__mul__", "__truediv__")),
+    *((torch, name) for name in (*_FUNCTIONS, *_OF_SEVERAL)),
+    *((torch.Tensor, name) for name in (*_SHAPES, *_METHODS, *_OPERATORS)),
 ]
-"""What most ops of most models are, with the linear layers and convolutions of `_LAYERS`. Not those
-that others keep, compare or replace: activations that a layer is made with in another thread, say,
-or `scaled_dot_product_attention`."""
+"""What most ops of most models are, with the linear layers and convolutions of `_LAYERS`, and
+indexing. Not those that others keep, compare or replace: activations that a layer is made with in
+another thread, say, or `scaled_dot_product_attention`."""
 _BACKWARD = "_engine_run_backward"
 """What computes gradients: in a thread that does not record, so unseen."""
 _REPR: Callable[..., str] = torch.Tensor.__repr__
@@ -168,7 +213,3 @@ _STAND_INS: list[tuple[Any, str, Any]] = [
     (torch, "manual_seed", _refusing(torch.manual_seed, "the forward seeds random generators")),
     (autograd, _BACKWARD, _refusing(getattr(autograd, _BACKWARD), "the forward differentiates")),
 ]
-_INDEXING_STAND_INS = {
-    "__getitem__": _indexed(torch._C.TensorBase.__getitem__),
-    "__setitem__": _indexed(torch._C.TensorBase.__setitem__),
-}
