@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.breaks import Break
 from accel.graph import ARGUMENT, OURS, Recording, Refused, current_recording
-from accel.record_stand_ins import VIEWS, fitting, visible_host_data
+from accel.record_stand_ins import OPERATORS, VIEWS, fitting, visible_host_data
 from accel.signature import leaves, map_tree
 
 aten = torch.ops.aten
@@ -194,9 +194,10 @@ class OpRecorder(TorchDispatchMode):
         """A stand-in for a function of torch that makes it one op here (torch makes up to four of a
         linear layer), and one that no dispatch mode sees, which takes most of the time. For
         functions that have no effect but their result, unless told `out`; of `VIEWS` nothing is
-        recorded: what reads one looks where it lies. The original where that is not torch's own,
-        which may do anything, and where something was compiled in this process: it would be
-        compiled anew if it met another function there."""
+        recorded, but what they are of is noted: lists of numbers and Triton's kernels are made of
+        them unseen. The original where that is not torch's own, which may do anything, and where
+        something was compiled in this process: it would be compiled anew if it met another
+        function there."""
         original = getattr(owner, name)
         compiled = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
         if compiled or not isinstance(original, _OF_TORCH):
@@ -209,6 +210,8 @@ class OpRecorder(TorchDispatchMode):
             given, here = (*args, *kwargs.values()) if kwargs else args, recorder()
             mine = here is not None and current_recording() is here._recording
             if has_torch_function(given):  # they compare functions, with torch's own
+                if name in OPERATORS:  # of `-x` torch tells them that it is `neg`
+                    return original(*args, **kwargs)
                 own = mock.patch.object(owner, name, original)
                 with own if mine else contextlib.nullcontext():
                     return handle_torch_function(original, given, *args, **kwargs)
@@ -220,7 +223,7 @@ class OpRecorder(TorchDispatchMode):
                 or not (given and fits(given))
                 or "out" in kwargs
                 or here._pool.unrecordable
-                or (not views and here._look_at(given)[1])
+                or here._look_at(given)[1]
             ):
                 return original(*args, **kwargs)
             if not views:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import autograd
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._device import _device_constructors
 
 from accel.graph import Refused, current_recording
@@ -44,14 +44,56 @@ def visible_host_data(whole: Callable[[Any, str], Any]) -> Iterator[None]:
     'accel.record_stand_ins'
     """
     with _alone, contextlib.ExitStack() as stack:
-        _device_constructors()  # torch asks for them once, and would take the stand-ins for them
+        stack.enter_context(_unknown_to_torch())
         ones = [(owner, name, whole(owner, name)) for owner, name in _WHOLE]
         ones += [(layers, "F", _functional(whole)) for layers in _LAYERS]
         for owner, name, stand_in in (*_STAND_INS, *ones):
-            stack.enter_context(mock.patch.object(owner, name, stand_in))
+            stack.enter_context(_standing_in(owner, name, stand_in))
         items = (_indexed(_ITEM, whole(_BASE, "__getitem__")), _indexed(_SET_ITEM, _SET_ITEM))
         stack.enter_context(patched(torch.Tensor, __getitem__=items[0], __setitem__=items[1]))
         yield
+
+
+@contextlib.contextmanager
+def _unknown_to_torch() -> Iterator[None]:
+    """Torch asks once what its functions are, and would take stand-ins for them: in any thread,
+    for a compiler say. What it asks for meanwhile it has to ask for again."""
+    _device_constructors()  # asked for at each call with a default device
+    before = {asked for asked in _asked_once() if asked.cache_info().currsize}
+    try:
+        yield
+    finally:
+        for asked in _asked_once():
+            if asked not in before:
+                asked.cache_clear()
+
+
+def _asked_once() -> list[Any]:
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    names = "get_testing_overrides", "_get_overridable_functions", "_get_tensor_methods"
+    asked = [getattr(torch.overrides, name, None) for name in names]
+    asked += [getattr(rules, n, None) for n in ("get_torch_obj_rule_map", "get_tensor_method")]
+    return [one for one in asked if hasattr(one, "cache_clear")]
+
+
+@contextlib.contextmanager
+def _standing_in(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    """Puts a stand-in in place, which TorchScript takes for the original, in any thread. What
+    someone has put there meanwhile stays."""
+    original, own = getattr(owner, name), name in vars(owner)
+    if stand_in is original:
+        yield
+        return
+    known = torch.jit._builtins._get_builtin_table()
+    if id(original) in known:
+        known[id(stand_in)] = known[id(original)]
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        known.pop(id(stand_in), None)
+        if getattr(owner, name, None) is stand_in:
+            setattr(owner, name, original) if own else delattr(owner, name)
 
 
 def _functional(whole: Callable[[Any, str], Any]) -> types.ModuleType:
@@ -110,8 +152,9 @@ def _indexed(original: Any, plainly: Any) -> Any:
     def item(self: torch.Tensor, index: Any, *value: Any) -> Any:
         if not self.is_cpu and current_recording() is not None:
             index = _on_device(index, self.device)
-        if has_torch_function_unary(self):  # torch would tell it of the stand-in
-            return handle_torch_function(original, (self,), self, index, *value)
+        told = self, index, *value
+        if has_torch_function(told):  # torch would tell it of the stand-in
+            return handle_torch_function(original, told, *told)
         return plainly(self, index, *value)
 
     return item
@@ -176,7 +219,7 @@ def _is_basic(index: Any) -> bool:
     )
 
 
-_SIZES = {int, torch.Size, types.NoneType}
+_SIZES = {int, bool, torch.Size, types.NoneType}
 """Not tuples, in which there may be tensors: torch reads such a size on the device."""
 _INDICES = {int, types.NoneType, types.EllipsisType}
 _PLAIN = {types.NoneType, bool, int, float, tuple, torch.Size}
@@ -186,17 +229,17 @@ _ITEM, _SET_ITEM = _BASE.__getitem__, _BASE.__setitem__
 _SHAPES = "view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "chunk"
 VIEWS = frozenset((*_SHAPES, "view_as_complex", "view_as_real", "__getitem__"))
 """What computes nothing."""
-_SHAPED = frozenset((*_SHAPES, "reshape", "flatten"))
-"""What is asked for by sizes."""
+_SHAPED = frozenset((*_SHAPES, "reshape", "flatten", "mean"))
+"""What is asked for by sizes or dimensions."""
 _OF_SEVERAL = "cat", "stack"
 _LAYERS = (torch.nn.modules.linear, torch.nn.modules.conv)
 _FUNCTIONS = "group_norm", "layer_norm", "rms_norm", "rsqrt", "view_as_complex", "view_as_real"
-_METHODS = "reshape", "flatten", "contiguous", "to", "float", "pow", "mean", "tanh", "__neg__"
-_OPERATORS = "__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__"
+_METHODS = "reshape", "flatten", "contiguous", "to", "float", "pow", "mean", "tanh"
+OPERATORS = "__neg__", "__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__"
 _WHOLE: list[tuple[Any, str]] = [
     (torch._C._nn, "silu"),
     *((torch, name) for name in (*_FUNCTIONS, *_OF_SEVERAL)),
-    *((torch.Tensor, name) for name in (*_SHAPES, *_METHODS, *_OPERATORS)),
+    *((torch.Tensor, name) for name in (*_SHAPES, *_METHODS, *OPERATORS)),
 ]
 """What most ops of most models are, with the linear layers and convolutions of `_LAYERS`, and
 indexing. Not those that others keep, compare or replace: activations that a layer is made with in

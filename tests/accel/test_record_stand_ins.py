@@ -70,6 +70,14 @@ WRITING: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+UNSEEN: dict[str, Callable[[Tensor], Any]] = {
+    "as a list": lambda table: table[1:].tolist()[0],
+    "as data": lambda table: torch.tensor([table[1]]).item(),
+    "as text": lambda table: len(str(table[1:])),
+}
+"""Reads of a host tensor that no dispatch mode sees."""
+
+
 OVERRIDDEN: dict[str, Callable[[Tensor], Any]] = {
     "linear": lambda x: functional.linear(x, x),
     "silu": functional.silu,
@@ -79,6 +87,7 @@ OVERRIDDEN: dict[str, Callable[[Tensor], Any]] = {
     "several in one": lambda x: torch.cat((x, x)),
     "a type": lambda x: x.to(torch.float64),
     "a power": lambda x: x.pow(2),
+    "operators": lambda x: (1 + -x) * (2 * x) - (x + x) / (x - 7),
 }
 
 
@@ -167,6 +176,27 @@ class TestWholeFunctions:
         del table
         assert "the model has replaced a" in str(recording.held.stale())
 
+    @pytest.mark.parametrize("read", UNSEEN)
+    def test_what_no_mode_sees_read_through_a_view_is_watched(self, read: str, x: Tensor) -> None:
+        table = torch.arange(4.0)
+        with capture(BreakableGraph(Pool(x.device))) as recording:
+            x * UNSEEN[read](table)
+        assert recording.held.stale() is None
+        table.mul_(2)
+        assert recording.held.stale() == "a host tensor that the recording reads has changed"
+
+    def test_what_a_kernel_reads_through_a_view_is_held(self, x: Tensor) -> None:
+        """One that torch does not launch: a mode does not see it."""
+        tables = [x * 2]
+        with capture(BreakableGraph(Pool(x.device))) as recording:
+            table = tables[0][1:]
+            with torch._C._DisableTorchDispatch():
+                _ = torch.add(x, table)
+        del table
+        assert recording.held.stale() is None
+        tables.clear()
+        assert recording.held.stale() == "the model has replaced a tensor that the recording reads"
+
     def test_host_tensors_stay_constants(self, x: Tensor) -> None:
         graph, y = record(lambda x: x + torch.arange(6.0).view(2, 3).unsqueeze(0).to(x.device), x)
         x.zero_()
@@ -214,6 +244,13 @@ class TestWholeFunctions:
         graph, y = record(lambda x: x * float(x.to("cpu").sum()), x)
         assert [b.guarded for b in graph.breaks] == [True]
         assert_same(y, x * 15)
+
+    @pytest.mark.parametrize("dims", [lambda n: n, lambda n: (n,)])
+    def test_a_dimension_that_lies_on_the_device_is_guarded(self, dims: Any, x: Tensor) -> None:
+        first = torch.zeros((), dtype=torch.int64, device=x.device)
+        graph, y = record(lambda x: x.mean(dims(first)) + 1, x)
+        assert [b.guarded for b in graph.breaks] == [True]
+        assert_same(y, x.mean(0) + 1)
 
     @pytest.mark.parametrize("shaped", [lambda x, n: x.view(n, 2), lambda x, n: x.view((n, 2))])
     def test_a_size_that_lies_on_the_device_is_guarded(self, shaped: Any, x: Tensor) -> None:
@@ -265,6 +302,12 @@ class TestWholeFunctions:
     def test_a_subclass_is_told_of_the_original(self, name: str, x: Tensor) -> None:
         _, (_, told) = record(lambda x: _Listening.hear(OVERRIDDEN[name], x * 1), x)
         assert told == _Listening.hear(OVERRIDDEN[name], x * 1)[1] != []
+
+    def test_a_subclass_as_index_is_told_of_the_original(self, x: Tensor) -> None:
+        rows = torch.tensor([1, 0], device=x.device)
+        _, (y, told) = record(lambda x: _Listening.hear(lambda rows: x[rows] + 1, rows), x)
+        assert told == _Listening.hear(lambda rows: x[rows] + 1, rows)[1] != []
+        assert_same(y, x[rows] + 1)
 
     def test_a_function_mode_in_the_forward_is_seen(self, x: Tensor) -> None:
         def forward(x: Tensor) -> Tensor:
