@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.nn.modules import module as hooks_of_all
 
 from accel.patches.forward import ForOneThread
-from accel.patches.kernels import kernels_for
-from accel.patches.trial import CLOSE, out_of_sight, settings_of
+from accel.patches.kernels import PRECISIONS, kernels_for
+from accel.patches.trial import CLOSE, are_plain, out_of_sight, settings_of
 
 NAMES = frozenset(("act_fn", "gate_proj", "up_proj", "down_proj"))
 """All that a gated unit's forward asks for."""
@@ -31,6 +31,8 @@ _EXACT: dict[bool, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 """The activations that there are kernels for, by whether they are GELU (as its form with a
 hyperbolic tangent)."""
+_LINE = *(x / 4 for x in range(-80, 80)), 1e4, -1e4
+"""What activations are tried on: some end at a largest value."""
 
 _found: dict[Hashable, bool | None] = {}
 """Which of `_EXACT` a forward with an activation is; None for neither."""
@@ -63,33 +65,45 @@ def activation_of(module: nn.Module) -> bool | None:
     >>> activation_of(nn.Linear(2, 2)) is None
     True
     """
-    if not _asks_for_a_gated_units_parts(type(module).forward) or "forward" in vars(module):
+    forward = getattr(type(module), "forward", None)  # a scripted module's class raises
+    if not isinstance(forward, types.FunctionType) or not _asks_for_a_gated_units_parts(forward):
+        return None
+    if "forward" in vars(module):
         return None
     activation = getattr(module, "act_fn", None)
-    settings = settings_of(activation) if isinstance(activation, nn.Module) else {}
-    if settings is None or not _is_alone(activation):
+    if (lasting := _lasting(activation)) is None:
         return None
-    what = activation if isinstance(activation, types.FunctionType) else type(activation)
-    key = type(module).forward, what, repr(settings)
+    key = forward, lasting
     if key not in _found:
-        fits = (tanh for tanh in _EXACT if _computes(type(module).forward, activation, tanh))
+        fits = (tanh for tanh in _EXACT if _computes(forward, activation, tanh))
         _found[key] = next(fits, None)
     return _found[key]
 
 
 @functools.cache
-def _asks_for_a_gated_units_parts(forward: Any) -> bool:
+def _asks_for_a_gated_units_parts(forward: types.FunctionType) -> bool:
     """And for nothing else: then nothing else of the module matters."""
-    code = getattr(forward, "__code__", None)
-    return code is not None and {*code.co_names} == NAMES and not code.co_freevars
+    return {*forward.__code__.co_names} == NAMES and _holds_nothing(forward)
 
 
-def _is_alone(activation: Any) -> bool:
-    """Whether nobody would notice that the activation is not called."""
-    if not isinstance(activation, nn.Module):
-        return isinstance(activation, types.FunctionType) and not activation.__closure__
+def _holds_nothing(function: types.FunctionType) -> bool:
+    """Whether a function has no closure, and no defaults, that may change."""
+    defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+    return not function.__closure__ and are_plain(defaults)
+
+
+def _lasting(activation: Any) -> Hashable | None:
+    """What a verdict on an activation holds for; None if there is no telling, or if someone would
+    notice that it is not called."""
+    if isinstance(activation, types.FunctionType):
+        return activation if _holds_nothing(activation) else None
     boxes = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-    return not any(getattr(activation, box) for box in boxes)
+    if not isinstance(activation, nn.Module) or any(getattr(activation, box) for box in boxes):
+        return None
+    forward, settings = getattr(type(activation), "forward", None), settings_of(activation)
+    if settings is None or not isinstance(forward, types.FunctionType):
+        return None
+    return type(activation), forward, repr(settings)
 
 
 def _computes(forward: Any, activation: Any, tanh: bool) -> bool:
@@ -98,6 +112,9 @@ def _computes(forward: Any, activation: Any, tanh: bool) -> bool:
     draw = torch.Generator("cpu").manual_seed(5)
     try:
         with out_of_sight():
+            line = torch.tensor(_LINE, device="cpu", dtype=torch.float32)
+            exact = _EXACT[tanh](line)  # an activation may compute in place
+            torch.testing.assert_close(activation(line), exact, rtol=1e-5, atol=1e-6)
             for dtype, close in CLOSE.items():
                 gate, up, down, rows = (
                     (torch.rand(shape, generator=draw, device="cpu") * 4 - 2).to(dtype)
@@ -135,6 +152,8 @@ def _is_listened_to() -> bool:
 def _fits(gate: Any, up: Any, device: torch.device) -> bool:
     if {type(gate), type(up)} != {torch.Tensor} or gate.dtype != up.dtype:
         return False
+    if gate.dtype not in PRECISIONS:
+        return False
     if gate.device != device or up.device != device or gate.shape != up.shape:
         return False
-    return bool(gate.is_floating_point() and gate.is_contiguous() and up.is_contiguous())
+    return bool(gate.is_contiguous() and up.is_contiguous())

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.patches.kernels import kernels_for
+from accel.patches.kernels import PRECISIONS, kernels_for
 from accel.patches.trial import CLOSE, out_of_sight
 
 NAME = "apply_rotary_pos_emb"
@@ -63,13 +63,14 @@ def _install(file: Any) -> None:
 def _stand_in(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def apply(*args: Any, **kwargs: Any) -> Any:
-        if getattr(_here, "fused", False) and len(args) == 4 and not kwargs and _fits(*args):
-            q, k, cos, sin = args
-            kernels = kernels_for(q.device)
-            if kernels is not None and len(q) == 1 and all(x.stride(-1) == 1 for x in args):
-                return kernels.turn(q, k, cos, sin)
-            return turned(q, cos, sin), turned(k, cos, sin)
-        return own(*args, **kwargs)
+        if torch.compiler.is_compiling() or not getattr(_here, "fused", False):
+            return own(*args, **kwargs)
+        if len(args) != 4 or kwargs or not _fits(*args):
+            return own(*args, **kwargs)
+        q, k, cos, sin = args
+        if _fits_a_kernel(*args) and (kernels := kernels_for(q.device)) is not None:
+            return kernels.turn(q, k, cos, sin)
+        return turned(q, cos, sin), turned(k, cos, sin)
 
     return apply
 
@@ -102,6 +103,14 @@ def _fits(*args: Any) -> bool:
         and cos.shape == sin.shape == angles
         and width % 2 == 0
     )
+
+
+def _fits_a_kernel(*args: torch.Tensor) -> bool:
+    """Whether these are of one sequence, as a kernel can address and compute them."""
+    q, k, _, _ = args
+    if len(q) != 1 or len(k) != 1 or q.dtype not in PRECISIONS:
+        return False
+    return all(x.stride(-1) == 1 and x.device == q.device for x in args)
 
 
 def _turns_halves(own: Callable[..., Any]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,10 +45,21 @@ def settings_of(module: nn.Module) -> dict[str, Any] | None:
     (1e-06, True)
     """
     settings = {name: x for name, x in vars(module).items() if name not in _OF_EVERY_MODULE}
-    return settings if all(map(_is_value, settings.values())) else None
+    return settings if are_plain(settings.values()) else None
 
 
-def _is_value(x: Any) -> bool:
+def are_plain(values: Iterable[Any]) -> bool:
+    """Whether none of these can change.
+
+    >>> are_plain((1, "a", (2.0, None))), are_plain(([],))
+    (True, False)
+    """
+    return all(map(_is_plain, values))
+
+
+def _is_plain(x: Any) -> bool:
     if type(x) is functools.partial and isinstance(x.func, types.BuiltinFunctionType):
-        return all(map(_is_value, (*x.args, *x.keywords.values())))
-    return type(x) in _VALUES or (isinstance(x, tuple) and all(map(_is_value, x)))
+        holder = x.func.__self__  # a tensor's method has the tensor
+        fixed = holder is None or isinstance(holder, types.ModuleType)
+        return fixed and are_plain((*x.args, *x.keywords.values()))
+    return type(x) in _VALUES or (isinstance(x, tuple) and are_plain(x))

@@ -74,7 +74,7 @@ def _turn(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
 ):
     """One token, some heads of either tensor."""
-    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     cos += token * cos_token
     sin += token * sin_token
     if block < q_blocks:
