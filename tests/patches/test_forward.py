@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 import pickle
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 
-from accel.patches.forward import PatchedMethod
+from accel.patches.forward import ForOneThread, PatchedMethod
 
 
 class Doubles(nn.Module):
@@ -194,3 +195,76 @@ def test_torchs_own_hooks_stay(device: torch.device) -> None:
     method.retire()
     module(torch.ones(2, device=device))
     assert seen == ["before", "after"] * 2
+
+
+def for_this_thread(module: nn.Module) -> ForOneThread:
+    """Adds 100 to what the original returns."""
+    method = ForOneThread(module, lambda own, args, kwargs: own(*args, **kwargs) + 100)
+    method.install()
+    return method
+
+
+def test_what_is_for_one_thread_is_the_original_in_others(device: torch.device) -> None:
+    module, found, x = Doubles().to(device), [], torch.ones(2, device=device)
+    method = for_this_thread(module)
+    elsewhere = threading.Thread(target=lambda: found.append(module(x, shift=1.0)))
+    elsewhere.start()
+    elsewhere.join()
+    assert found[0].tolist() == [3.0, 3.0]
+    assert module(x, 3.0, shift=1.0).tolist() == [104.0, 104.0]
+    method.retire()
+
+
+def test_made_in_another_thread_it_is_for_that_one() -> None:
+    module = Doubles()
+    elsewhere = threading.Thread(target=lambda: for_this_thread(module))
+    elsewhere.start()
+    elsewhere.join()
+    assert isinstance(module.forward, ForOneThread)
+    assert threading.current_thread() is not elsewhere and module(X).tolist() == [2.0, 2.0]
+
+
+def test_of_one_thread_nothing_is_left_either() -> None:
+    module, with_its_own = Doubles(), Doubles()
+    own = lambda x: x - 1  # noqa: E731
+    with_its_own.forward = own
+    before = dict(vars(module))
+    methods = [for_this_thread(m) for m in (module, with_its_own)]
+    assert with_its_own(X).tolist() == [100.0, 100.0]
+    kept = module.forward
+    for method in methods:
+        method.retire()
+    assert dict(vars(module)) == before and vars(with_its_own)["forward"] is own
+    assert kept(X).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_is_plain_in_the_one_thread_too(again: Callable[[Any], Any]) -> None:
+    whole = nn.Sequential(Doubles(), nn.Linear(2, 2))
+    method = for_this_thread(whole[0])
+    copied = again(whole)
+    method.retire()
+    assert copied[0](X).tolist() == [2.0, 2.0]
+    assert copied[0].forward.__self__ is copied[0]
+
+
+def test_an_error_in_the_one_thread_comes_through() -> None:
+    module = Doubles()
+
+    def failing(own: Any, args: Any, kwargs: Any) -> Any:
+        raise ZeroDivisionError
+
+    method = ForOneThread(module, failing)
+    method.install()
+    with pytest.raises(ZeroDivisionError):
+        module(X)
+    method.retire()
+    assert module(X).tolist() == [2.0, 2.0]
+
+
+def test_compiled_it_is_the_original() -> None:
+    module = Doubles()
+    method = for_this_thread(module)
+    compiled = torch.compile(lambda x: module(x), backend="eager")
+    assert compiled(X).tolist() == [2.0, 2.0] and module(X).tolist() == [102.0, 102.0]
+    method.retire()

@@ -1,0 +1,32 @@
+"""Kernels in torch's own ops, for devices that have no Triton; they count their calls."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from accel.patches.rotary import turned
+
+
+class CountingKernels:
+    """Stands for `triton_kernels`: computes in float32 and rounds once, as these do."""
+
+    def __init__(self) -> None:
+        self.turns = self.gates = 0
+        self.tanh: set[bool] = set()
+
+    def turn(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `triton_kernels.turn`."""
+        self.turns += 1
+        wide = cos.float(), sin.float()
+        return turned(q.float(), *wide).to(q.dtype), turned(k.float(), *wide).to(k.dtype)
+
+    def gate(self, gated: torch.Tensor, by: torch.Tensor, tanh: bool) -> torch.Tensor:
+        """As `triton_kernels.gate`."""
+        self.gates += 1
+        self.tanh.add(tanh)
+        wide = gated.float()
+        active = functional.gelu(wide, approximate="tanh") if tanh else functional.silu(wide)
+        return (active * by.float()).to(gated.dtype)
