@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import accel
 from accel.patches import rotary
 from accel.patches.rotary import fused_rotary, turned
+from tests.patches.counting_kernels import CountingKernels
 from tests.patches.llm_families import own_hidden, prompts_of, tiny_lm
 
 TURN_HALVES = {"llama": True, "qwen3": True, "gemma3": True, "cohere": False, "gpt_oss": False}
@@ -37,9 +38,25 @@ def inputs(device: torch.device | str = "cpu") -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def counted() -> Iterator[mock.Mock]:
+def op_by_op() -> Iterator[mock.Mock]:
+    """Counts what is turned in torch's ops."""
     with mock.patch.object(rotary, "turned", wraps=turned) as counting:
         yield counting
+
+
+@pytest.fixture
+def counted(op_by_op: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """The same where there are no kernels."""
+    monkeypatch.setattr(rotary, "kernels_for", lambda device: None)
+    return op_by_op
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> CountingKernels:
+    """What all devices have for kernels."""
+    counting = CountingKernels()
+    monkeypatch.setattr(rotary, "kernels_for", lambda device: counting)
+    return counting
 
 
 @pytest.fixture
@@ -176,3 +193,88 @@ def test_a_runner_turns_every_layer_so_or_none(
     assert (hidden - own).abs().max() < 1e-5
     assert torch.equal(own_hidden(model, prompt), own)
     runner.close()
+
+
+def test_with_kernels_a_layer_takes_one(
+    device: torch.device, kernels: CountingKernels, op_by_op: mock.Mock
+) -> None:
+    model, (prompt,) = tiny_lm("llama", device), prompts_of(30)
+    own = own_hidden(model, prompt)
+    with fused_rotary(model):
+        ours = own_hidden(model, prompt)
+    assert (kernels.turns, op_by_op.call_count) == (model.config.num_hidden_layers, 0)
+    assert (ours - own).abs().max() < 1e-5
+    assert torch.equal(own_hidden(model, prompt), own)
+    assert kernels.turns == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_kernel_gets_all_precisions_that_it_computes(
+    dtype: torch.dtype, llama: Any, kernels: CountingKernels
+) -> None:
+    given = [x.to(dtype) for x in inputs(llama.device)]
+    apply = getattr(file_of("llama"), rotary.NAME)
+    own = apply(*given)
+    with fused_rotary(llama):
+        ours = apply(*given)
+    assert kernels.turns == 1
+    torch.testing.assert_close(ours, own, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+def _two_sequences(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x, 2 * x))
+
+
+def _dims_first(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+NO_KERNEL: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "two sequences": (_two_sequences, (0, 1, 2, 3)),
+    "two sequences of queries": (_two_sequences, (0, 2, 3)),
+    "two sequences of keys": (_two_sequences, (1,)),
+    "strided queries": (_dims_first, (0,)),
+    "strided keys": (_dims_first, (1,)),
+    "strided cosines": (_dims_first, (2,)),
+    "strided sines": (_dims_first, (3,)),
+    "double precision": (torch.Tensor.double, (0, 1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("case", NO_KERNEL)
+def test_what_a_kernel_does_not_take_is_turned_op_by_op(
+    case: str, kernels: CountingKernels, op_by_op: mock.Mock
+) -> None:
+    given, (change, which) = inputs(), NO_KERNEL[case]
+    for i in which:
+        given[i] = change(given[i])
+    apply, model = getattr(file_of("llama"), rotary.NAME), tiny_lm("llama")
+    own = apply(*given)
+    with fused_rotary(model):
+        ours = getattr(file_of("llama"), rotary.NAME)(*given)
+    assert (kernels.turns, op_by_op.call_count) == (0, 2)
+    torch.testing.assert_close(ours, own)
+
+
+def test_angles_on_another_device_are_no_kernels(
+    sim: torch.device, kernels: CountingKernels
+) -> None:
+    """Whatever becomes of them: a kernel would read an address of another device."""
+    q, k, cos, sin = inputs(sim)
+    with fused_rotary(tiny_lm("llama")):
+        apply = getattr(file_of("llama"), rotary.NAME)
+        for given in ((q, k, cos.cpu(), sin.cpu()), (q, k.cpu(), cos, sin)):
+            with pytest.raises(RuntimeError):
+                apply(*given)
+    assert kernels.turns == 0
+
+
+def test_compiled_meanwhile_it_is_the_models_own(
+    llama: Any, kernels: CountingKernels, op_by_op: mock.Mock
+) -> None:
+    apply, given = getattr(file_of("llama"), rotary.NAME), inputs()
+    compiled = torch.compile(lambda *x: apply(*x), backend="eager", fullgraph=True)
+    with fused_rotary(llama):
+        inside = compiled(*given)
+    assert all(map(torch.equal, inside, apply(*given)))
+    assert (kernels.turns, op_by_op.call_count) == (0, 0)
