@@ -1,0 +1,127 @@
+"""A prefill runner where there are kernels: right, and the same in every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import accel
+from accel.patches import gated, llm, rotary
+from accel.prefill.runner import PrefillRunner
+from tests.patches.counting_kernels import CountingKernels
+from tests.patches.llm_families import own_hidden, own_logits, prompts_of, tiny_lm
+
+Make = Callable[..., PrefillRunner]
+FAMILIES = ["llama", "gemma3"]
+BATCHES = [(1,), (5, 40, 17), (64,), (65, 1)]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> CountingKernels:
+    """What all devices have for kernels."""
+    counting = CountingKernels()
+    for room in (gated, rotary):
+        monkeypatch.setattr(room, "kernels_for", lambda device: counting)
+    return counting
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes small runners, and closes them after the test."""
+    made: list[PrefillRunner] = []
+
+    def make(model: Any, **options: Any) -> PrefillRunner:
+        sizes = {"max_tokens": 128, "max_requests": 3, "buckets": (64,)}
+        made.append(accel.prefill_runner(model, **{"attention": "reference", **sizes, **options}))
+        return made[-1]
+
+    yield make
+    for runner in made:
+        runner.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modes_agree_bit_for_bit_and_with_the_model(
+    family: str, device: torch.device, make: Make, kernels: CountingKernels
+) -> None:
+    model = tiny_lm(family, device)
+    runners = [make(model, mode=mode) for mode in ("eager", "breakable", "full")]
+    for lengths in BATCHES:
+        prompts = prompts_of(*lengths)
+        first, *others = [runner(prompts) for runner in runners]
+        for i, prompt in enumerate(prompts):
+            assert (first.hidden(i) - own_hidden(model, prompt)).abs().max() < 1e-5
+            assert (first.logits[i] - own_logits(model, prompt)[-1]).abs().max() < 1e-5
+        for other in others:
+            assert torch.equal(first.logits, other.logits)
+            assert all(torch.equal(first.hidden(i), other.hidden(i)) for i in range(len(prompts)))
+    assert kernels.tanh == {family == "gemma3"}
+    for runner in runners[1:]:
+        report = runner.report
+        assert (report.declined, report.notes) == (None, [])
+        assert (report.replays, report.eager_passes) == (len(BATCHES), 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_half_precision_the_error_is_that_of_bf16(
+    family: str, device: torch.device, make: Make, kernels: CountingKernels
+) -> None:
+    model = tiny_lm(family, device, torch.bfloat16)
+    exact = tiny_lm(family, device, torch.bfloat16).float()
+    prompts, ours, own = prompts_of(100, 3, 20), 0.0, 0.0
+    result = make(model, max_tokens=256)(prompts)
+    for i, prompt in enumerate(prompts):
+        right = own_hidden(exact, prompt)
+        ours += float((result.hidden(i).float() - right).norm() / right.norm())
+        own += float((own_hidden(model, prompt).float() - right).norm() / right.norm())
+    assert kernels.gates > 0 and kernels.turns > 0
+    assert ours <= 1.25 * own
+
+
+@pytest.mark.parametrize(
+    ("family", "fused", "expected"),
+    [("llama", True, 2), ("llama", False, 0), ("qwen3_moe", True, 0), ("phi3", True, None)],
+)
+def test_every_layer_takes_one_of_each_or_none(
+    family: str,
+    fused: bool,
+    expected: int | None,
+    device: torch.device,
+    make: Make,
+    kernels: CountingKernels,
+) -> None:
+    """None with experts, to whom another rounding may send other tokens. Phi3 has one projection
+    for both halves of a unit, and turns like the others."""
+    model, prompts = tiny_lm(family, device), prompts_of(30)
+    runner = make(model, mode="eager", fused=fused)
+    kernels.turns = kernels.gates = 0
+    runner(prompts)
+    wanted = (2, 0) if expected is None else (expected, expected)
+    assert (kernels.turns, kernels.gates) == wanted
+    own_hidden(model, prompts[0])
+    assert (kernels.turns, kernels.gates) == wanted
+
+
+@pytest.mark.parametrize("mode", ["breakable", "full"])
+def test_a_replay_calls_no_kernel_from_the_host(
+    mode: str, device: torch.device, make: Make, kernels: CountingKernels
+) -> None:
+    runner = make(tiny_lm("llama", device), mode=mode)
+    runner(prompts_of(30))
+    before = kernels.turns, kernels.gates
+    runner(prompts_of(31, 4))
+    assert (kernels.turns, kernels.gates) == before and runner.report.replays == 2
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_kernels_are_asked_for_before_anything_is_recorded(
+    fused: bool, device: torch.device, make: Make
+) -> None:
+    """The first question compiles, and waits."""
+    with mock.patch.object(llm, "kernels_for") as asked:
+        llm.TransformersModel(tiny_lm("llama", device), fused=fused)
+    assert asked.call_args_list == ([mock.call(device)] if fused else [])
