@@ -134,15 +134,26 @@ def _computes(forward: Any, activation: Any, tanh: bool) -> bool:
 
 
 def _computing(unit: Any, tanh: bool, kernels: Any, device: torch.device) -> Callable[..., Any]:
+    def product(x: Any) -> Any:
+        """What goes to the last projection: the other two's results are gone by then."""
+        gate, up = unit.gate_proj(x), unit.up_proj(x)
+        if _fits(gate, up, device):
+            return kernels.gate(gate, up, tanh, out=gate if _returns_new(unit.gate_proj) else None)
+        return unit.act_fn(gate) * up
+
     def instead(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or _is_listened_to():
             return own(*args, **kwargs)
-        gate, up = unit.gate_proj(*args), unit.up_proj(*args)
-        if _fits(gate, up, device):
-            return unit.down_proj(kernels.gate(gate, up, tanh))
-        return unit.down_proj(unit.act_fn(gate) * up)
+        return unit.down_proj(product(*args))
 
     return instead
+
+
+def _returns_new(projection: Any) -> bool:
+    """Whether what it returns is new and nobody else's."""
+    if type(projection) is not nn.Linear or "forward" in vars(projection):
+        return False
+    return not projection._forward_hooks
 
 
 def _is_listened_to() -> bool:
@@ -154,6 +165,6 @@ def _fits(gate: Any, up: Any, device: torch.device) -> bool:
         return False
     if gate.dtype not in PRECISIONS:
         return False
-    if gate.device != device or up.device != device or gate.shape != up.shape:
+    if gate.device.type != device.type or gate.device != up.device or gate.shape != up.shape:
         return False
     return bool(gate.is_contiguous() and up.is_contiguous())

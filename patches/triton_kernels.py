@@ -40,10 +40,12 @@ def turn(
     return outs
 
 
-def gate(gated: torch.Tensor, by: torch.Tensor, tanh: bool) -> torch.Tensor:
+def gate(
+    gated: torch.Tensor, by: torch.Tensor, tanh: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """`activation(gated) * by` of `[..., width]`, contiguous: SiLU, or GELU in its form with a
-    hyperbolic tangent."""
-    out = torch.empty_like(gated)
+    hyperbolic tangent. In `out`, if given, which may be `gated`."""
+    out = torch.empty_like(gated) if out is None else out
     count = out.numel()
     with torch.cuda.device_of(gated):
         _gate[(triton.cdiv(count, WIDTH),)](gated, by, out, count, TANH=tanh, WIDTH=WIDTH)

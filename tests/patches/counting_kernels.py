@@ -23,10 +23,13 @@ class CountingKernels:
         wide = cos.float(), sin.float()
         return turned(q.float(), *wide).to(q.dtype), turned(k.float(), *wide).to(k.dtype)
 
-    def gate(self, gated: torch.Tensor, by: torch.Tensor, tanh: bool) -> torch.Tensor:
+    def gate(
+        self, gated: torch.Tensor, by: torch.Tensor, tanh: bool, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """As `triton_kernels.gate`."""
         self.gates += 1
         self.tanh.add(tanh)
         wide = gated.float()
         active = functional.gelu(wide, approximate="tanh") if tanh else functional.silu(wide)
-        return (active * by.float()).to(gated.dtype)
+        found = (active * by.float()).to(gated.dtype)
+        return found if out is None else out.copy_(found)

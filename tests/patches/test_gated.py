@@ -359,6 +359,60 @@ def test_hooks_on_the_unit_and_its_projections_still_run(kernels: CountingKernel
     torch.testing.assert_close(ours, own)
 
 
+class Keeping(nn.Linear):
+    """A layer that remembers what it gave."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = super().forward(x)
+        return self.kept
+
+
+def kept_by_a_hook(unit: Any) -> Callable[[], torch.Tensor]:
+    kept: list[torch.Tensor] = []
+    unit.gate_proj.register_forward_hook(lambda module, args, output: kept.append(output))
+    return lambda: kept[-1]
+
+
+def kept_by_a_layer(unit: Any) -> Callable[[], torch.Tensor]:
+    unit.gate_proj.__class__ = Keeping
+    return lambda: unit.gate_proj.kept  # type: ignore[no-any-return]
+
+
+def kept_by_a_forward(unit: Any) -> Callable[[], torch.Tensor]:
+    kept, own = [], unit.gate_proj.forward
+    unit.gate_proj.forward = lambda x: kept.append(own(x)) or kept[-1]
+    return lambda: kept[-1]
+
+
+@pytest.mark.parametrize("keep", [kept_by_a_hook, kept_by_a_layer, kept_by_a_forward])
+def test_what_someone_keeps_of_a_projection_stays(
+    keep: Callable[[Any], Callable[[], torch.Tensor]], kernels: CountingKernels
+) -> None:
+    """The product is written where the projection's result was, if that is nobody's."""
+    unit, rows = unit_of(), rows_of()
+    own = functional.linear(rows, unit.gate_proj.weight)
+    kept = keep(unit)
+    with fused_gates(unit, CPU):
+        unit(rows)
+    assert kernels.gates == 1
+    assert torch.equal(kept(), own)
+
+
+def test_the_product_takes_no_memory_of_its_own(kernels: CountingKernels) -> None:
+    unit, places = unit_of(), list[int]()
+    own = kernels.gate
+
+    def gate(gated: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found = own(gated, *args, **kwargs)
+        places.extend((gated.data_ptr(), found.data_ptr()))
+        return found
+
+    kernels.gate = gate  # type: ignore[method-assign]
+    with fused_gates(unit, CPU):
+        unit(rows_of())
+    assert len(places) == 2 and len({*places}) == 1
+
+
 @pytest.mark.parametrize(
     "register", [register_module_forward_hook, register_module_forward_pre_hook]
 )
