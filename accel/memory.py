@@ -116,16 +116,16 @@ class Pool:
         self._graveyard: list[Any] = []
         self._anchor: Any = None
 
-    def anchor(self, room: int = 0) -> None:
+    def anchor(self, *pieces: int) -> None:
         """Makes sure that the pool's id outlives its graphs. Call on the pool's stream. The first
-        time `room` bytes are taken in one piece, for graphs to find theirs in: taken tensor by
-        tensor, memory is lost between the pieces. Raises OutOfMemoryError if there is no such
-        piece; the pool can do without."""
+        time `pieces` of so many bytes are taken, for graphs to find theirs in: taken tensor by
+        tensor, memory is lost between them. Raises OutOfMemoryError if there is no such piece; the
+        pool can do without."""
         if self._anchor is None:
             anchor = self.backend.segment(self.id)
             anchor.begin()
             try:
-                torch.empty(room, dtype=torch.uint8, device=self.device)
+                [torch.empty(n, dtype=torch.uint8, device=self.device) for n in pieces]
             finally:
                 anchor.end()
                 self._anchor = anchor  # one that could not begin or end holds nothing

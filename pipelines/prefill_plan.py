@@ -19,9 +19,10 @@ from accel.pipelines.errors import AccelError, BadInput, first_line
 from accel.pipelines.language_models import LanguageModel
 from accel.pipelines.loading import Placement
 from accel.pipelines.models import Trust
+from accel.prefill.arena import peak
 from accel.prefill.attention import AttentionGroup, Unsupported
 from accel.prefill.buckets import Ladder
-from accel.prefill.memory_plan import LiveBytes
+from accel.prefill.memory_plan import Lives
 
 LIBRARIES = 512 * 2**20
 """Bytes kept free: workspaces of cuBLAS and of attention kernels, the allocator's rounding."""
@@ -118,9 +119,9 @@ def _activation_bytes(body: TransformersModel, tokens: int) -> int:
         attended.append(group)
         return q.new_empty(q.shape[0], group.heads, group.value_dim)
 
-    with LiveBytes() as counted:
+    with Lives() as noted:
         ids = torch.zeros(1, tokens, dtype=torch.int64, device=body.device)
         body.body(ids, torch.zeros_like(ids), attend)
     if not attended:
         raise Unsupported("no layer asks for attention")
-    return int(counted.peak)
+    return peak(noted.events)

@@ -7,7 +7,7 @@ so that the others find their memory in what it left.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -24,7 +24,7 @@ BARRED_CALLS = 64
 """Batches that run eagerly then, before graphs are tried again."""
 
 SLACK = 32
-"""The part of the activations that their memory has in addition, for what lies between tensors."""
+"""The part of the last piece that is taken in addition, for what ops need while they run."""
 
 Progress = Callable[[int, int, int], None]
 """Called with (graphs captured, graphs to capture, bucket)."""
@@ -67,15 +67,15 @@ class Graphs:
             self._capture(self._ladder.largest, paged and self._full)
         return self._capture(bucket, paged and self._full)
 
-    def capture(self, progress: Progress | None, activations: int = 0) -> None:
-        """Captures every bucket that is not there yet, the largest first, which is expected to have
-        so many bytes of `activations` alive: the pool then begins with as much in one piece. Not
-        where a mask, which grows with the square, makes that a guess."""
+    def capture(self, progress: Progress | None, pieces: Sequence[int] = ()) -> None:
+        """Captures every bucket that is not there yet, the largest first, whose activations find
+        places in `pieces` of so many bytes: the pool then begins with these. Not where a mask,
+        which grows with the square, makes that a guess."""
         self._follow_the_model()
         self._clear_the_ground()
-        activations *= bool(self._body.groups)
+        *others, last = pieces if self._body.groups and pieces else (0,)
         with contextlib.suppress(torch.OutOfMemoryError):
-            self.pool.anchor(activations + activations // SLACK)
+            self.pool.anchor(*others, last + last // SLACK)
         kinds = list(self.kinds())
         for done, (bucket, paged) in enumerate(kinds):
             if self.given_up is not None:

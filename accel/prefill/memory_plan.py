@@ -1,7 +1,7 @@
 """What capturing to the ceiling will take, told before it is done.
 
 All buckets share one pool, so the largest decides; its activations grow with its rows. They are
-counted in two small eager passes, storage by storage, and drawn out to the ceiling.
+noted in two small eager passes, storage by storage, and each is drawn out to the ceiling.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.memory import Pool
+from accel.prefill.arena import Event, peak, pieces
 from accel.prefill.batch import NUMBER, ROW, Request
 from accel.prefill.buckets import Ladder
 from accel.prefill.packed_body import PackedBody
@@ -36,7 +37,7 @@ class MemoryPlan:
 
     max_tokens: int
     activations: int
-    """The pool: what the largest bucket's forward has alive at its peak."""
+    """The pool: what the largest bucket's forward needs to have a place for all its tensors."""
     buffers: int
     """Batch tensors of all graphs."""
     results: int
@@ -45,6 +46,8 @@ class MemoryPlan:
     """Cache and attention's workspace, taken at construction."""
     free: int
     """What the device has left, the allocator's spare memory included."""
+    pieces: tuple[int, ...] = ()
+    """In which pieces the activations are best taken."""
 
     @property
     def needed(self) -> int:
@@ -60,20 +63,21 @@ class MemoryPlan:
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
-class LiveBytes(TorchDispatchMode):
-    """While open, counts the bytes of storages that operators make, from birth to death.
+class Lives(TorchDispatchMode):
+    """While open, notes the storages that operators make, from birth to death.
 
-    >>> with LiveBytes() as counted:
+    >>> with Lives() as noted:
     ...     x = torch.zeros(256, device=device)
     ...     x = x + 1
-    >>> counted.peak, counted.now
-    (2048, 1024)
+    >>> noted.events, peak(noted.events)
+    ([(0, 1024), (1, 1024), (0, -1)], 2048)
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
+        self.events: list[Event] = []
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self._born = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -84,21 +88,21 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for x in leaves(result):
             if isinstance(x, torch.Tensor) and not x.is_cpu and _key(x) not in given:
-                self._born(x.untyped_storage())
+                self._note(x.untyped_storage())
         return result
 
-    def _born(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, number = storage._cdata, self._born
         if key in self._alive:
             return
 
         def died(_: Any) -> None:
             del self._alive[key]
-            self.now -= nbytes
+            self.events.append((number, -1))
 
         self._alive[key] = weakref.ref(storage, died)
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
+        self._born += 1
+        self.events.append((number, storage.nbytes()))
 
 
 def _key(x: torch.Tensor) -> int:
@@ -110,16 +114,17 @@ def plan_for(
 ) -> MemoryPlan:
     """The plan for `graphs` graphs up to the ladder's ceiling. Runs the body twice, eagerly."""
     few, many = min(MEASURED[0], -(-ladder.largest // 2)), min(MEASURED[1], ladder.largest)
-    small, large = _peak(body, few), _peak(body, many)
-    slope = max(0, large - small) / max(1, many - few)
+    events = _drawn_out(_lives(body, few), _lives(body, many), few, many, ladder.largest)
+    taken = pieces(events)
     free, _ = pool.backend.memory(pool.device)
     return MemoryPlan(
         max_tokens=ladder.largest,
-        activations=round(large + slope * (ladder.largest - many)),
+        activations=max(sum(taken), peak(events)),
         buffers=_batch_bytes(body, ladder, graphs),
         results=results,
         held=held,
         free=free + pool.backend.reclaimable_bytes(pool.device),
+        pieces=tuple(taken),
     )
 
 
@@ -132,7 +137,23 @@ def _batch_bytes(body: PackedBody, ladder: Ladder, graphs: int) -> int:
     return 3 * ROW * rows + graphs * ROW * body.kv_bound
 
 
-def _peak(body: PackedBody, rows: int) -> int:
-    with LiveBytes() as counted:
+def _lives(body: PackedBody, rows: int) -> list[Event]:
+    with Lives() as noted:
         body.eager(body.pack([Request((0,) * rows)], rows))
-    return int(counted.peak)
+    return noted.events
+
+
+def _drawn_out(
+    small: list[Event], large: list[Event], few: int, many: int, rows: int
+) -> list[Event]:
+    """The events of a pass of so many `rows`, from those of passes of `few` and `many`. Where these
+    do different things, all that is alive in the larger grows alike."""
+    alike = [(a, b < 0) for a, b in small] == [(a, b < 0) for a, b in large]
+    if not alike:
+        slope = max(0, peak(large) - peak(small)) / max(1, many - few)
+        return [(0, round(peak(large) + slope * (rows - many)))]
+    slopes = [(b - a) / max(1, many - few) for (_, a), (_, b) in zip(small, large, strict=True)]
+    return [
+        (number, -1 if nbytes < 0 else max(0, round(nbytes + slope * (rows - many))))
+        for (number, nbytes), slope in zip(large, slopes, strict=True)
+    ]

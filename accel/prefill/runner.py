@@ -136,14 +136,14 @@ class PrefillRunner:
         """
         with self._alone():
             if self._graphs is not None:
-                activations = self._planned_activations()
+                pieces = self._planned_pieces()
                 if progress is True:
                     from accel.prefill.progress import bar
 
                     with bar() as shown:
-                        self._graphs.capture(shown, activations)
+                        self._graphs.capture(shown, pieces)
                 else:
-                    self._graphs.capture(progress or None, activations)
+                    self._graphs.capture(progress or None, pieces)
         return self
 
     @property
@@ -309,18 +309,18 @@ class PrefillRunner:
         ]
         return torch.cat(parts).cpu() if parts else torch.empty(0, device=HOST)
 
-    def _planned_activations(self) -> int:
-        """By the plan, in bytes; 0 if something is captured already, and over several ranks: each
-        has its own memory. Raises ValueError if the plan needs more than there is."""
+    def _planned_pieces(self) -> tuple[int, ...]:
+        """By the plan, in bytes; none if something is captured already, and over several ranks:
+        each has its own memory. Raises ValueError if the plan needs more than there is."""
         if self.report.captures or self._model.ranks > 1:
-            return 0
+            return ()
         plan = self.plan()
         if not plan.fits:
             raise ValueError(
                 f"capturing to max_tokens={plan.max_tokens} takes about {plan.needed:,} bytes, "
                 f"{plan.free:,} are free: lower max_tokens="
             )
-        return plan.activations
+        return plan.pieces
 
 
 def _check_sizes(**sizes: int) -> None:

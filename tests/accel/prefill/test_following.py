@@ -238,7 +238,7 @@ def test_the_pool_needs_no_more_than_the_largest_bucket(tiny: TinyModel, make: M
     assert runner.report.pool_bytes == sum(b.pool_bytes for b in runner.report.buckets)
 
 
-def test_the_pool_begins_with_what_the_plan_says_in_one_piece(tiny: TinyModel, make: Make) -> None:
+def test_the_pool_begins_with_the_plans_pieces(tiny: TinyModel, make: Make) -> None:
     runner = make(tiny, max_tokens=8192, attention="reference")
     planned = runner.plan().activations
     runner.capture()

@@ -1,0 +1,133 @@
+"""Pieces in which a forward's tensors find places: on paper, and as the allocator does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from accel.graph import BreakableGraph, capture
+from accel.memory import Pool
+from accel.prefill.arena import SMALL, Event, fit, peak, pieces
+from accel.prefill.memory_plan import Lives, _drawn_out
+
+MIB = 2**20
+
+
+def layers(count: int, rows: int = 1) -> list[Event]:
+    """A decoder's tensors, MiB a layer and `rows`: the residual outlives its layer's attention, and
+    the two large ones of a gated unit come last."""
+    events: list[Event] = []
+    alive: list[int] = []
+
+    def born(*sizes: int) -> list[int]:
+        first = sum(nbytes >= 0 for _, nbytes in events)
+        events.extend((first + i, size * rows * MIB) for i, size in enumerate(sizes))
+        return [first + i for i in range(len(sizes))]
+
+    def died(*numbers: int) -> None:
+        events.extend((number, -1) for number in numbers)
+
+    [hidden] = born(40)
+    for _ in range(count):
+        normed, q, k, v = born(40, 64, 16, 16)
+        turned = born(64, 16)
+        died(q, k)
+        [out] = born(64)
+        [projected] = born(40)
+        died(out, *turned, v, normed)
+        [middle] = born(40)
+        died(projected)
+        normed, gate, up = born(40, 152, 152)
+        died(up)
+        [down] = born(40)
+        died(gate, normed)
+        alive = born(40)
+        died(down, middle, hidden)
+        [hidden] = alive
+    return events
+
+
+def drawn(seed: int) -> list[Event]:
+    """Births and deaths at random."""
+    draw, events, alive, born = random.Random(seed), list[Event](), list[int](), 0
+    for _ in range(60):
+        if alive and draw.random() < 0.45:
+            events.append((alive.pop(draw.randrange(len(alive))), -1))
+        else:
+            events.append((born, draw.choice([2, 3, 5, 8, 13, 21]) * MIB))
+            alive.append(born)
+            born += 1
+    return events
+
+
+def test_a_gated_unit_has_a_piece_of_its_own() -> None:
+    events = layers(3)
+    found = pieces(events)
+    assert found[0] == 2 * 152 * MIB and sum(found) <= peak(events) * 33 // 32
+    assert not fit(events, [sum(found)])  # in one piece of that size the two find no place
+
+
+def test_more_layers_need_no_more() -> None:
+    assert pieces(layers(12)) == pieces(layers(3))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_all_tensors_find_places(seed: int) -> None:
+    events = drawn(seed)
+    found = pieces(events)
+    assert fit(events, found) and peak(events) <= sum(found) <= 2 * peak(events)
+
+
+def test_small_tensors_are_no_neighbours() -> None:
+    small = [(number, SMALL) for number in range(100, 200)]
+    events = layers(2)
+    assert pieces([*small, *events]) == pieces(events)
+    assert pieces(small) == [0] and pieces([]) == [0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the simulated device looks elsewhere")
+@pytest.mark.parametrize("events", [layers(3), drawn(1), drawn(2), drawn(3)])
+def test_the_allocator_finds_the_same_places(events: list[Event]) -> None:
+    """It takes memory in whole blocks of 2 MiB; without the pieces it takes more."""
+    device, found = torch.device("cuda:0"), pieces(events)
+    assert taken(events, found, device) <= sum(-(-n // (2 * MIB)) * 2 * MIB for n in found)
+    assert taken(events, [], device) > taken(events, found, device)
+
+
+def taken(events: list[Event], sizes: list[int], device: torch.device) -> int:
+    """Bytes that a pool reserves for a recording of these births and deaths."""
+    pool, alive = Pool(device), dict[int, torch.Tensor]()
+    with pool.entered():
+        pool.anchor(*sizes)
+    with torch.no_grad(), capture(BreakableGraph(pool)):
+        for number, nbytes in events:
+            if nbytes < 0:
+                del alive[number]
+            else:
+                alive[number] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        alive.clear()
+    reserved = pool.bytes()
+    pool.close()
+    return reserved
+
+
+def test_lives_are_noted_in_order(device: torch.device) -> None:
+    with Lives() as noted:
+        x = torch.zeros(256, device=device)
+        y = x.view(2, -1) + 1
+        del x
+        y.add_(1)
+    assert noted.events == [(0, 1024), (1, 1024), (0, -1)]
+
+
+def test_every_tensor_is_drawn_out_by_itself() -> None:
+    few, many = [(0, 100), (1, 64), (0, -1)], [(0, 100), (1, 128), (0, -1)]
+    assert _drawn_out(few, many, 64, 128, 640) == [(0, 100), (1, 640), (0, -1)]
+
+
+def test_passes_that_do_different_things_grow_as_a_whole() -> None:
+    few, many = [(0, 64)], [(0, 64), (1, 64)]
+    assert _drawn_out(few, many, 64, 128, 256) == [(0, 256)]
