@@ -140,7 +140,8 @@ def _batch_bytes(body: PackedBody, ladder: Ladder, graphs: int) -> int:
 def _lives(body: PackedBody, rows: int) -> list[Event]:
     with Lives() as noted:
         body.eager(body.pack([Request((0,) * rows)], rows))
-    return noted.events
+    events: list[Event] = noted.events
+    return events
 
 
 def _drawn_out(
