@@ -21,12 +21,15 @@ PRECISIONS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 @functools.cache
 def kernels_for(device: torch.device) -> Any:
-    """The module `triton_kernels` if it works on `device`, else None. The first question compiles
-    and waits: ask before anything is recorded.
+    """The module `triton_kernels` if it works on `device`, else None; of tensors without memory, if
+    it works on the GPU of this machine. The first question compiles and waits: ask before anything
+    is recorded.
 
     >>> kernels_for(torch.device("cpu")) is None
     True
     """
+    if device.type == "meta" and torch.cuda.is_available():
+        return kernels_for(torch.device("cuda", torch.cuda.current_device()))
     if device.type != "cuda":
         return None
     try:

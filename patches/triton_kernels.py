@@ -1,7 +1,7 @@
 """Kernels that torch has no single op for, written in Triton: rotary embeddings, gated units.
 
-Knows addresses, strides and arithmetic, all in float32 and rounded once. Importing it needs Triton;
-whether that is there, and works, kernels.py finds out.
+Knows addresses, strides and arithmetic, all in float32 and rounded once; of tensors without memory,
+shapes. Importing it needs Triton; whether that is there, and works, kernels.py finds out.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ def turn(
     while heads[0] % block or heads[1] % block:
         block //= 2
     outs = torch.empty_like(q), torch.empty_like(k)
+    if q.is_meta:
+        return outs
     half = q.shape[-1] // 2
     steps = (step for x in (q, k, *outs) for step in (x.stride(2), x.stride(1)))
     shape = {"HALF": half, "PADDED": triton.next_power_of_2(half), "HEADS": block}
@@ -46,6 +48,8 @@ def gate(
     """`activation(gated) * by` of `[..., width]`, contiguous: SiLU, or GELU in its form with a
     hyperbolic tangent. In `out`, if given, which may be `gated`."""
     out = torch.empty_like(gated) if out is None else out
+    if out.is_meta:
+        return out
     count = out.numel()
     with torch.cuda.device_of(gated):
         _gate[(triton.cdiv(count, WIDTH),)](gated, by, out, count, TANH=tanh, WIDTH=WIDTH)

@@ -114,12 +114,14 @@ def plan_for(
 ) -> MemoryPlan:
     """The plan for `graphs` graphs up to the ladder's ceiling. Runs the body twice, eagerly."""
     few, many = min(MEASURED[0], -(-ladder.largest // 2)), min(MEASURED[1], ladder.largest)
-    events = _drawn_out(_lives(body, few), _lives(body, many), few, many, ladder.largest)
-    taken = pieces(events)
+    small, large = _lives(body, few), _lives(body, many)
+    slope = max(0, peak(large) - peak(small)) / max(1, many - few)
+    activations = round(peak(large) + slope * (ladder.largest - many))
+    taken = _pieces(small, large, ladder.largest / many, few / many, activations)
     free, _ = pool.backend.memory(pool.device)
     return MemoryPlan(
         max_tokens=ladder.largest,
-        activations=max(sum(taken), peak(events)),
+        activations=max(sum(taken), activations),
         buffers=_batch_bytes(body, ladder, graphs),
         results=results,
         held=held,
@@ -144,17 +146,28 @@ def _lives(body: PackedBody, rows: int) -> list[Event]:
     return events
 
 
-def _drawn_out(
-    small: list[Event], large: list[Event], few: int, many: int, rows: int
-) -> list[Event]:
-    """The events of a pass of so many `rows`, from those of passes of `few` and `many`. Where these
-    do different things, all that is alive in the larger grows alike."""
-    alike = [(a, b < 0) for a, b in small] == [(a, b < 0) for a, b in large]
-    if not alike:
-        slope = max(0, peak(large) - peak(small)) / max(1, many - few)
-        return [(0, round(peak(large) + slope * (rows - many)))]
-    slopes = [(b - a) / max(1, many - few) for (_, a), (_, b) in zip(small, large, strict=True)]
+def _pieces(
+    small: list[Event], large: list[Event], growth: float, ratio: float, activations: int
+) -> list[int]:
+    """Pieces for a pass with `growth` times as many rows as that of `large`, of whose rows that of
+    `small` has a `ratio`; all in one where the tensors, drawn out, do not add up to `activations`.
+    """
+    events = drawn_out(small, large, growth, ratio)
+    if abs(peak(events) - activations) > activations // 16:
+        return [activations]
+    return pieces(events)
+
+
+def drawn_out(small: list[Event], large: list[Event], growth: float, ratio: float) -> list[Event]:
+    """The events of a larger pass. A tensor grows with the rows if there is one in the smaller pass
+    that is as much smaller; others (a kernel's workspace, which the first pass may make alone) stay
+    as they are.
+
+    >>> drawn_out([(0, 64), (1, 10)], [(0, 10), (1, 128), (1, -1)], growth=4, ratio=0.5)
+    [(0, 10), (1, 512), (1, -1)]
+    """
+    known = {nbytes for _, nbytes in small}
     return [
-        (number, -1 if nbytes < 0 else max(0, round(nbytes + slope * (rows - many))))
-        for (number, nbytes), slope in zip(large, slopes, strict=True)
+        (number, round(nbytes * growth) if nbytes > 0 and nbytes * ratio in known else nbytes)
+        for number, nbytes in large
     ]

@@ -10,7 +10,7 @@ import torch
 from accel.graph import BreakableGraph, capture
 from accel.memory import Pool
 from accel.prefill.arena import SMALL, Event, fit, peak, pieces
-from accel.prefill.memory_plan import Lives, _drawn_out
+from accel.prefill.memory_plan import Lives, _pieces, drawn_out
 
 MIB = 2**20
 
@@ -123,11 +123,24 @@ def test_lives_are_noted_in_order(device: torch.device) -> None:
     assert noted.events == [(0, 1024), (1, 1024), (0, -1)]
 
 
-def test_every_tensor_is_drawn_out_by_itself() -> None:
-    few, many = [(0, 100), (1, 64), (0, -1)], [(0, 100), (1, 128), (0, -1)]
-    assert _drawn_out(few, many, 64, 128, 640) == [(0, 100), (1, 640), (0, -1)]
+def test_what_grows_with_the_rows_is_drawn_out() -> None:
+    few = [(0, 7), (1, 96), (2, 64), (1, -1), (2, -1)]
+    many = [(0, 128), (1, 192), (0, -1), (2, 7)]
+    assert drawn_out(few, many, 5, 0.5) == [(0, 640), (1, 960), (0, -1), (2, 7)]
 
 
-def test_passes_that_do_different_things_grow_as_a_whole() -> None:
-    few, many = [(0, 64)], [(0, 64), (1, 64)]
-    assert _drawn_out(few, many, 64, 128, 256) == [(0, 256)]
+def test_a_pass_that_makes_more_than_the_other_changes_little() -> None:
+    """A workspace that only one of them makes is none of the tensors that grow."""
+    events = layers(3)
+    half = [(number, nbytes // 2 if nbytes > 0 else nbytes) for number, nbytes in events]
+    workspace = (1000, 8 * MIB + 12)
+    wanted = peak(events) * 4
+    alike = _pieces(half, events, 4.0, 0.5, wanted)
+    assert len(alike) == 2
+    assert _pieces([workspace, *half], events, 4.0, 0.5, wanted) == alike
+    step = wanted // 32
+    assert sum(_pieces(half, [workspace, *events], 4.0, 0.5, wanted)) <= sum(alike) + step
+
+
+def test_what_does_not_add_up_is_one_piece() -> None:
+    assert _pieces(layers(2), layers(3), 4.0, 0.3, 123 * MIB) == [123 * MIB]
