@@ -55,6 +55,18 @@ class Staying(torch.Tensor):
         return self.as_subclass(torch.Tensor).to(dtype)
 
 
+def test_tensors_without_memory_have_those_of_the_gpu(
+    imported: mock.Mock, on_the_host: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert kernels_for(torch.device("meta")) is imported.return_value
+    assert kernels_for(torch.device("cuda:0")) is imported.return_value
+    kernels_for.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert kernels_for(torch.device("meta")) is None
+
+
 def test_there_are_none_but_for_cuda(sim: torch.device, imported: mock.Mock) -> None:
     assert kernels_for(torch.device("cpu")) is None
     assert kernels_for(sim) is None

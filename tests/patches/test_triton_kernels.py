@@ -260,3 +260,13 @@ def test_on_another_gpu_they_run_there(cuda: torch.device) -> None:
         gated, by = (drawn(1, 5, 1000, place=other, dtype=torch.bfloat16, seed=n) for n in (1, 2))
         check_gate(gated, by, False)
         assert torch.cuda.current_device() == 0
+
+
+def test_of_tensors_without_memory_shapes_are_told() -> None:
+    q, k, angles = (
+        torch.empty(shape, device="meta") for shape in ((1, 4, 3, 8), (1, 2, 3, 8), (1, 3, 8))
+    )
+    turned_q, turned_k = kernels.turn(q, k, angles, angles)
+    assert (turned_q.shape, turned_k.shape) == (q.shape, k.shape)
+    assert kernels.gate(q, q, tanh=False).shape == q.shape
+    assert kernels.gate(q, q, tanh=False, out=q) is q
