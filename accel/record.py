@@ -192,12 +192,10 @@ class OpRecorder(TorchDispatchMode):
 
     def whole(self, owner: Any, name: str) -> Callable[..., Any]:
         """A stand-in for a function of torch that makes it one op here (torch makes up to four of a
-        linear layer), and one that no dispatch mode sees, which takes most of the time. For
-        functions that have no effect but their result, unless told `out`; of `VIEWS` nothing is
-        recorded, but what they are of is noted: lists of numbers and Triton's kernels are made of
-        them unseen. The original where that is not torch's own, which may do anything, and where
-        something was compiled in this process: it would be compiled anew if it met another
-        function there."""
+        linear layer), past the dispatch mode, which takes most of the time. For functions without
+        an effect but their result, unless told `out`; of `VIEWS` nothing is recorded, but what they
+        are of is noted: lists and Triton's kernels are made of them unseen. The original where it
+        is not torch's own, or something was compiled in this process, which would be anew."""
         original = getattr(owner, name)
         compiled = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
         if compiled or not isinstance(original, _OF_TORCH):
@@ -223,7 +221,7 @@ class OpRecorder(TorchDispatchMode):
                 or not (given and fits(given))
                 or "out" in kwargs
                 or here._pool.unrecordable
-                or here._look_at(given)[1]
+                or here._look_at(given[:1] if views else given)[1]
             ):
                 return original(*args, **kwargs)
             if not views:
