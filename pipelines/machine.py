@@ -37,6 +37,16 @@ def memory_bytes() -> int | None:
         return None
 
 
+def free_memory_bytes() -> int | None:
+    """Bytes of main memory that a process could have now, or None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    found = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return next((1024 * int(kibibytes) for kibibytes in found), None)
+
+
 def nvidia_driver() -> str | None:
     """The version of the NVIDIA driver, whether or not torch can use it."""
     try:

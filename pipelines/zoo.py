@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from accel.pipelines.errors import AccelError
+from accel.pipelines.machine import free_memory_bytes
 from accel.pipelines.names import instead
 from accel.pipelines.recipe import Recipe
 from accel.pipelines.zoo_configs import RECIPES
@@ -92,10 +94,21 @@ def build(
     Parameters are drawn on the device (Z-Image's 10 billion take 20 GB in bf16 and seconds);
     buffers are what the models compute. The same seed, device kind and dtype give the same weights.
     `parts` limits which components are built, e.g. `("transformer",)`; the others are None.
-    Raises ValueError for a name or part that does not exist.
+    Raises ValueError for a name or part that does not exist, `AccelError` if main memory, should it
+    be the device's, has no room for the whole pipeline's weights: the system would end the process.
     """
     chosen = (parts,) if isinstance(parts, str) else tuple(parts)
+    if chosen == ("all",) and torch.device(device).type == "cpu":
+        _refuse_without_room(name, dtype)
     return _recipe(name).assemble(device, dtype, seed, None if chosen == ("all",) else chosen)
+
+
+def _refuse_without_room(name: str, dtype: torch.dtype) -> None:
+    free, needed = free_memory_bytes(), sum(parameter_counts(name).values()) * dtype.itemsize
+    if free is not None and needed > free:
+        sizes = f"take {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free here"
+        helps = "take a smaller --dtype, a smaller model, or a GPU that has room for them"
+        raise AccelError(f"out of memory: the weights of {name} {sizes}: {helps}")
 
 
 def parameter_counts(name: str) -> dict[str, int]:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from accel.pipelines import tiny_recipes, zoo, zoo_configs
+from accel.pipelines.errors import AccelError
+from accel.pipelines.machine import free_memory_bytes, memory_bytes
 from accel.pipelines.random_weights import build, count, on_meta
 from accel.pipelines.recipe import Part, stock_class
 from accel.pipelines.zoo_published import PUBLISHED
@@ -33,6 +35,21 @@ def test_every_part_has_its_published_size_within_one_percent(name: str) -> None
     for part, parameters in counts.items():
         published, source = PUBLISHED[name][part]
         assert abs(parameters / published - 1) < 0.01, (part, parameters, source)
+
+
+def test_weights_that_main_memory_has_no_room_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before they are made: the system ends a process that takes too much, without a word."""
+    monkeypatch.setattr(zoo, "free_memory_bytes", lambda: 3 * 2**30)
+    wanted = r"^out of memory: the weights of sd15 take 4\.0 GiB, 3\.0 are free here: .*smaller"
+    with pytest.raises(AccelError, match=wanted):
+        zoo.build("sd15", "cpu", torch.float32)
+
+
+def test_free_memory_is_told_in_bytes() -> None:
+    free, there = free_memory_bytes(), memory_bytes()
+    assert free is not None and there is not None and 2**20 < free <= there
 
 
 def test_the_zoo_holds_the_nine_models() -> None:
