@@ -193,9 +193,9 @@ class OpRecorder(TorchDispatchMode):
     def whole(self, owner: Any, name: str) -> Callable[..., Any]:
         """A stand-in for a function of torch that makes it one op here (torch makes up to four of a
         linear layer), past the dispatch mode, which takes most of the time. For functions without
-        an effect but their result, unless told `out`; of `VIEWS` nothing is recorded, but what they
-        are of is noted: lists and Triton's kernels are made of them unseen. The original where it
-        is not torch's own, or something was compiled in this process, which would be anew."""
+        an effect but their result, unless told `out`. Of `VIEWS` only what they are of is noted:
+        lists and Triton's kernels are made of them unseen. The original where it is not torch's
+        own, or something was compiled in this process: that would be compiled anew."""
         original = getattr(owner, name)
         compiled = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
         if compiled or not isinstance(original, _OF_TORCH):

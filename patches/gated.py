@@ -103,34 +103,40 @@ def _lasting(activation: Any) -> Hashable | None:
     forward, settings = getattr(type(activation), "forward", None), settings_of(activation)
     if settings is None or not isinstance(forward, types.FunctionType):
         return None
+    if not _holds_nothing(forward):
+        return None
     return type(activation), forward, repr(settings)
 
 
 def _computes(forward: Any, activation: Any, tanh: bool) -> bool:
     """Whether a forward is that of a gated unit with this activation: tried on small projections,
     out of sight of a recorder."""
-    draw = torch.Generator("cpu").manual_seed(5)
     try:
         with out_of_sight():
             line = torch.tensor(_LINE, device="cpu", dtype=torch.float32)
             exact = _EXACT[tanh](line)  # an activation may compute in place
             torch.testing.assert_close(activation(line), exact, rtol=1e-5, atol=1e-6)
             for dtype, close in CLOSE.items():
-                gate, up, down, rows = (
-                    (torch.rand(shape, generator=draw, device="cpu") * 4 - 2).to(dtype)
-                    for shape in ((6, 4), (6, 4), (4, 6), (1, 3, 4))
-                )
-                unit = types.SimpleNamespace(act_fn=activation)
-                for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
-                    setattr(unit, name, lambda x, weight=weight: functional.linear(x, weight))
-                wide = functional.linear(rows, gate).float(), functional.linear(rows, up).float()
-                product = (_EXACT[tanh](wide[0]) * wide[1]).to(dtype)
-                ours = functional.linear(product, down)
-                scale = float(ours.abs().max())
-                torch.testing.assert_close(forward(unit, rows), ours, rtol=0, atol=close * scale)
+                _try_unit(forward, activation, _EXACT[tanh], dtype, close)
     except Exception:  # whatever it needs more: it is no such unit
         return False
     return True
+
+
+def _try_unit(forward: Any, activation: Any, exact: Any, dtype: torch.dtype, close: float) -> None:
+    """Raises if a unit made of the four parts alone does not compute what a gated unit does."""
+    draw = torch.Generator("cpu").manual_seed(5)
+    gate, up, down, rows = (
+        (torch.rand(shape, generator=draw, device="cpu") * 4 - 2).to(dtype)
+        for shape in ((6, 4), (6, 4), (4, 6), (1, 3, 4))
+    )
+    unit = types.SimpleNamespace(act_fn=activation)
+    for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+        setattr(unit, name, lambda x, weight=weight: functional.linear(x, weight))
+    wide = functional.linear(rows, gate).float(), functional.linear(rows, up).float()
+    ours = functional.linear((exact(wide[0]) * wide[1]).to(dtype), down)
+    scale = float(ours.abs().max())
+    torch.testing.assert_close(forward(unit, rows), ours, rtol=0, atol=close * scale)
 
 
 def _computing(unit: Any, tanh: bool, kernels: Any, device: torch.device) -> Callable[..., Any]:

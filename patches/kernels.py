@@ -1,7 +1,7 @@
 """Where there are kernels of our own: on a CUDA device, if Triton is there and what it compiles
 computes what torch does.
 
-Knows whether they work; what they are for, norms.py's neighbours rotary.py and gated.py know.
+Knows whether they work; what they are for, rotary.py and gated.py know.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--between", action="store_true", help="also each bucket's size plus one")
     made.add_argument("--ways", default=",".join(WAYS), help="of them: %(default)s")
     made.add_argument("--attention", default="auto", help="auto, flashinfer, torch or reference")
-    made.add_argument("--unfused", action="store_true", help="norms, rotary as the model has them")
+    made.add_argument("--unfused", action="store_true", help="kernels as the model has them")
     made.add_argument("--max-tokens", type=int, help="the chunk size; default: the largest batch")
     made.add_argument("--max-requests", type=int, default=16, help="slots of full graphs")
     made.add_argument("--repeats", type=int, default=7, help="timed rounds of a row")

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from accel.patches import gated, rotary
+from tests.patches.counting_kernels import CountingKernels
 from tests.patches.pair import Pair
 
 
@@ -20,3 +22,12 @@ def _one_thread() -> None:
 def pair(device: torch.device) -> Callable[..., Pair]:
     """Makes a tiny pipeline twice, plain and patched: `pair("sd15")`."""
     return lambda name, **options: Pair(name, device, **options)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> CountingKernels:
+    """What all devices have for kernels."""
+    counting = CountingKernels()
+    for user in (gated, rotary):
+        monkeypatch.setattr(user, "kernels_for", lambda device: counting)
+    return counting

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import accel
-from accel.patches import gated, llm, rotary
+from accel.patches import llm
 from accel.prefill.runner import PrefillRunner
 from tests.patches.counting_kernels import CountingKernels
 from tests.patches.llm_families import own_hidden, own_logits, prompts_of, tiny_lm
@@ -18,15 +18,6 @@ from tests.patches.llm_families import own_hidden, own_logits, prompts_of, tiny_
 Make = Callable[..., PrefillRunner]
 FAMILIES = ["llama", "gemma3"]
 BATCHES = [(1,), (5, 40, 17), (64,), (65, 1)]
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> CountingKernels:
-    """What all devices have for kernels."""
-    counting = CountingKernels()
-    for room in (gated, rotary):
-        monkeypatch.setattr(room, "kernels_for", lambda device: counting)
-    return counting
 
 
 @pytest.fixture
@@ -117,11 +108,14 @@ def test_a_replay_calls_no_kernel_from_the_host(
     assert (kernels.turns, kernels.gates) == before and runner.report.replays == 2
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_kernels_are_asked_for_before_anything_is_recorded(
-    fused: bool, device: torch.device, make: Make
+@pytest.mark.parametrize(
+    ("family", "fused", "wanted"),
+    [("llama", True, True), ("llama", False, False), ("qwen3_moe", True, False)],
+)
+def test_kernels_that_are_used_are_asked_for_before_anything_is_recorded(
+    family: str, fused: bool, wanted: bool, device: torch.device
 ) -> None:
     """The first question compiles, and waits."""
     with mock.patch.object(llm, "kernels_for") as asked:
-        llm.TransformersModel(tiny_lm("llama", device), fused=fused)
-    assert asked.call_args_list == ([mock.call(device)] if fused else [])
+        llm.TransformersModel(tiny_lm(family, device), fused=fused)
+    assert asked.call_args_list == ([mock.call(device)] if wanted else [])

@@ -163,6 +163,8 @@ def check_gate(gated: torch.Tensor, by: torch.Tensor, tanh: bool) -> None:
     assert (ours.shape, ours.dtype) == (own.shape, own.dtype)
     assert error(ours, exact) <= error(own, exact) * 1.05 + TINY, gated.shape
     assert torch.equal(kept[0], gated) and torch.equal(kept[1], by)
+    assert kernels.gate(gated, by, tanh, out=gated) is gated
+    assert error(gated, exact) <= error(own, exact) * 1.05 + TINY and torch.equal(kept[1], by)
 
 
 @pytest.mark.parametrize("tanh", ACTIVATIONS, ids=["silu", "tanh"])

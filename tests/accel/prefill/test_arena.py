@@ -19,7 +19,6 @@ def layers(count: int, rows: int = 1) -> list[Event]:
     """A decoder's tensors, MiB a layer and `rows`: the residual outlives its layer's attention, and
     the two large ones of a gated unit come last."""
     events: list[Event] = []
-    alive: list[int] = []
 
     def born(*sizes: int) -> list[int]:
         first = sum(nbytes >= 0 for _, nbytes in events)
@@ -43,9 +42,9 @@ def layers(count: int, rows: int = 1) -> list[Event]:
         died(up)
         [down] = born(40)
         died(gate, normed)
-        alive = born(40)
+        [after] = born(40)
         died(down, middle, hidden)
-        [hidden] = alive
+        hidden = after
     return events
 
 
