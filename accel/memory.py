@@ -26,6 +26,8 @@ _sides: dict[torch.device, tuple[Any, Any]] = {}
 """A device's streams for constants and for segments that run beside: no pool records on them."""
 
 _OF_PRODUCTS = torch.float16, torch.bfloat16, torch.float32
+"""What libraries are warmed in; other weights (quantized ones, say) are made one of these."""
+
 STREAMS = 32
 """That torch has of a device; it gives out the same ones again and again."""
 
@@ -43,11 +45,10 @@ class Pool:
     Any thread may use a pool. Discarded segments wait in the graveyard until the generation ends:
     destroying one can take a workspace away from the others. An anchor, an empty recording, keeps
     the pool's id alive while no graph does. `memory_limit` is in bytes, `dtype` that of most of the
-    matrix products, if it is known. `tenants` say
-    whether they have graphs in it, `has_graphs`; when a new generation begins `forget_graphs` is
-    called. `unrecordable` are ops that a recording failed on: from the next one on they are breaks.
-    `may_cut` is off once a recording in several segments failed: work forked to another stream
-    cannot be cut in two.
+    matrix products, if it is known. `tenants` say whether they have graphs in it, `has_graphs`;
+    when a new generation begins `forget_graphs` is called. `unrecordable` are ops that a recording
+    failed on: from the next one on they are breaks. `may_cut` is off once a recording in several
+    segments failed: work forked to another stream cannot be cut in two.
 
     >>> pool = Pool(device)
     >>> pool.bytes()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from accel.patches.trial import CLOSE, out_of_sight
+from accel.patches.trial import CLOSE, drawn, out_of_sight
 
 PRECISIONS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """That kernels take: computing in float32, they would round others worse than torch."""
@@ -48,14 +48,10 @@ def _try(kernels: Any, device: torch.device) -> None:
     draw = torch.Generator("cpu").manual_seed(3)
     for dtype, close in CLOSE.items():
         q, k, cos, sin, gated, by = (
-            _drawn(draw, *shape).to(device, dtype)
+            drawn(draw, *shape).to(device, dtype)
             for shape in ((1, 4, 3, 8), (1, 2, 3, 8), (1, 3, 8), (1, 3, 8), (5, 8), (5, 8))
         )
         found = *kernels.turn(q, k, cos, sin), *(kernels.gate(gated, by, x) for x in (False, True))
         silu, gelu = functional.silu(gated), functional.gelu(gated, approximate="tanh")
         wanted = turned(q, cos, sin), turned(k, cos, sin), silu * by, gelu * by
         torch.testing.assert_close(found, wanted, rtol=0, atol=close)
-
-
-def _drawn(draw: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.rand(shape, generator=draw, device="cpu") * 2 - 1

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from accel.patches.kernels import PRECISIONS, kernels_for
-from accel.patches.trial import CLOSE, out_of_sight
+from accel.patches.trial import CLOSE, drawn, out_of_sight
 
 NAME = "apply_rotary_pos_emb"
 
@@ -121,8 +121,8 @@ def _turns_halves(own: Callable[..., Any]) -> bool:
     try:
         with out_of_sight():
             for dtype, close in CLOSE.items():
-                q, k = (_drawn(draw, 2, heads, 5, 32).to(dtype) for heads in (3, 2))
-                cos, sin = (_drawn(draw, 2, 5, 32).to(dtype) for _ in range(2))
+                q, k = (drawn(draw, 2, heads, 5, 32).to(dtype) for heads in (3, 2))
+                cos, sin = (drawn(draw, 2, 5, 32).to(dtype) for _ in range(2))
                 found = own(q, k, cos, sin)
                 ours = turned(q, cos, sin), turned(k, cos, sin)
                 torch.testing.assert_close(tuple(found), ours, rtol=0, atol=close)
@@ -133,7 +133,3 @@ def _turns_halves(own: Callable[..., Any]) -> bool:
     except Exception:  # whatever it takes instead: it is no such function
         return False
     return True
-
-
-def _drawn(draw: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.rand(shape, generator=draw, device="cpu") * 2 - 1

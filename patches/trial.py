@@ -32,6 +32,15 @@ def out_of_sight() -> Iterator[None]:
         yield
 
 
+def drawn(draw: torch.Generator, *shape: int) -> torch.Tensor:
+    """Numbers between -1 and 1, on the host.
+
+    >>> drawn(torch.Generator("cpu"), 2, 3).shape
+    torch.Size([2, 3])
+    """
+    return torch.rand(shape, generator=draw, device="cpu") * 2 - 1
+
+
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _VALUES = {type(None), bool, int, float, str, torch.dtype}
 """Kinds of settings that stay what they are: others may change, and are not kept alive here."""

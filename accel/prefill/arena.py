@@ -61,7 +61,7 @@ def pieces(events: Sequence[Event]) -> list[int]:
 def _growing(least: int, first: int) -> Iterator[list[int]]:
     """A piece of `first` bytes, if any, and one that grows; `least` bytes at first."""
     step = max(least // STEPS, ROUNDED)
-    for rest in range(max(least - first, 0), MOST * least, step):
+    for rest in range(max(least - first, 0), MOST * least - first, step):
         yield [size for size in (first, rest) if size]
 
 

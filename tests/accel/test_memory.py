@@ -197,17 +197,24 @@ def test_a_pools_stream_is_entered_and_left_in_order(sim: torch.device) -> None:
     assert outer.time == 9.0
 
 
-def test_scratch_memory_is_made_once_a_thread_and_generation(
-    pool: Pool, backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, warm = list[torch.device](), backend.warm_libraries
+@pytest.fixture
+def warmed(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[torch.device, torch.dtype]]:
+    """What libraries were warmed for, call by call."""
+    asked, warm = list[tuple[torch.device, torch.dtype]](), backend.warm_libraries
 
     def noted(device: torch.device, dtype: torch.dtype) -> None:
-        made.append(device)
+        asked.append((device, dtype))
         warm(device, dtype)
 
     monkeypatch.setattr(backend, "warm_libraries", noted, raising=False)
+    return asked
 
+
+def test_scratch_memory_is_made_once_a_thread_and_generation(
+    pool: Pool, warmed: list[tuple[torch.device, torch.dtype]]
+) -> None:
     def work() -> None:
         for _ in range(2):
             with pool.entered():
@@ -216,34 +223,26 @@ def test_scratch_memory_is_made_once_a_thread_and_generation(
     work()
     with concurrent.futures.ThreadPoolExecutor(1) as other:
         other.submit(work).result()
-    assert made == [pool.device] * 2
+    assert [device for device, _ in warmed] == [pool.device] * 2
     pool.retire()
     work()
-    assert made == [pool.device] * 3
+    assert [device for device, _ in warmed] == [pool.device] * 3
 
 
 @pytest.mark.parametrize(
-    ("dtype", "warmed"),
+    ("dtype", "expected"),
     [(torch.float16, torch.float16), (torch.float32, torch.float32), (torch.uint8, torch.bfloat16)],
 )
 def test_libraries_are_warmed_in_the_dtype_that_is_in_use(
     device: torch.device,
-    backend: Backend,
-    monkeypatch: pytest.MonkeyPatch,
+    warmed: list[tuple[torch.device, torch.dtype]],
     dtype: torch.dtype,
-    warmed: torch.dtype,
+    expected: torch.dtype,
 ) -> None:
     """Another's kernels would have to be loaded first. There are none of integers."""
-    asked, warm = list[torch.dtype](), backend.warm_libraries
-
-    def noted(device: torch.device, dtype: torch.dtype) -> None:
-        asked.append(dtype)
-        warm(device, dtype)
-
-    monkeypatch.setattr(backend, "warm_libraries", noted, raising=False)
     with Pool(device, dtype=dtype).recording():
         pass
-    assert asked == [warmed]
+    assert [dtype for _, dtype in warmed] == [expected]
 
 
 def test_the_default_limit_is_half_of_what_is_free(pool: Pool, backend: Backend) -> None:

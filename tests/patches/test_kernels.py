@@ -43,9 +43,9 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
 @pytest.fixture
 def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial for a GPU, without one: its tensors stay where they are drawn."""
-    drawn = rooms._drawn
+    drawn = rooms.drawn
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(rooms, "_drawn", lambda *args: drawn(*args).as_subclass(Staying))
+    monkeypatch.setattr(rooms, "drawn", lambda *args: drawn(*args).as_subclass(Staying))
 
 
 class Staying(torch.Tensor):
