@@ -170,7 +170,7 @@ def _memory_measured(side: Side) -> Iterator[None]:
 
 def _result(eager: Side, patched: Side, comparison: Comparison, report: Report) -> dict[str, Any]:
     subject = eager.subject
-    settled = median(patched.seconds)
+    settled, active = median(patched.seconds), report.inactive is None
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": versions.installed("python"), **versions.made_with()},
@@ -179,11 +179,11 @@ def _result(eager: Side, patched: Side, comparison: Comparison, report: Report) 
         "eager": eager.to_dict(),
         "patched": {
             **patched.to_dict(),
-            "first_s": patched.warm_up[0],
-            "setup_s": sum(patched.warm_up) - settled * len(patched.warm_up),
+            # Where nothing was patched, the same was timed twice: no result.
+            "first_s": patched.warm_up[0] if active else None,
+            "setup_s": sum(patched.warm_up) - settled * len(patched.warm_up) if active else None,
         },
-        # Where nothing was patched, the same was timed twice: no result.
-        "ratio": median(eager.seconds) / settled if report.inactive is None else None,
+        "ratio": median(eager.seconds) / settled if active else None,
         "pictures_equal": all(p == eager.pictures[0] for p in eager.pictures + patched.pictures),
         "latents_equal": comparison.latents_equal,
         "pixel_variance": comparison.pixel_variance,

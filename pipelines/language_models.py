@@ -7,13 +7,22 @@ or code of its own is refused here unless asked for, by the rules of `models`.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from accel.pipelines.errors import BadInput
-from accel.pipelines.models import INDEXES, Trust, code_line, located, pickle_line, read_json
+from accel.pipelines.models import (
+    INDEXES,
+    ZOO,
+    Trust,
+    code_line,
+    located,
+    pickle_line,
+    read_json,
+)
 
 DEMO = "demo"
 CONFIG = "config.json"
@@ -49,6 +58,11 @@ def resolve(name: str, trust: Trust | None = None, unreachable: str | None = Non
     accel.pipelines.errors.BadInput: no such model folder: ./no/such/folder (a model is ...
     """
     trust = trust or Trust()
+    if name in ZOO and not os.path.exists(name):
+        raise BadInput(
+            f"--model {name} is no causal LM but a picture model of the zoo: accel bench, verify "
+            "and explain take it"
+        )
 
     def download(offline: bool) -> Path:
         return _downloaded(name, trust, offline=offline)
@@ -85,8 +99,9 @@ def _downloaded(name: str, trust: Trust, *, offline: bool) -> Path:
 def _refuse_what_is_no_language_model(model: LanguageModel) -> None:
     if any((model.folder / index).is_file() for index in INDEXES):
         raise BadInput(
-            f"--model {model.name} is no causal LM but a diffusers pipeline: accel generate takes "
-            "it; prefill takes one of its parts by that part's folder"
+            f"--model {model.name} is no causal LM but a diffusers pipeline: accel generate and "
+            "accel bench take this picture model; prefill takes one of its parts by that part's "
+            "folder"
         )
     if not (model.folder / CONFIG).is_file():
         raise BadInput(f"--model {model.name} is no causal LM: it has no {CONFIG}")

@@ -99,7 +99,9 @@ def _times(result: dict[str, Any]) -> Table:
 def _way(report: dict[str, Any]) -> str:
     if report["declined"] is not None:
         return "prefill, not packed"
-    return f"prefill, {report['mode']}, attention {report['attention']}"
+    mode, asked = report["mode"], report["asked"]
+    how = mode if mode == asked else f"{mode} instead of {asked}"
+    return f"prefill, {how}, attention {report['attention']}"
 
 
 def _clock(side: dict[str, Any]) -> tuple[str, str, str]:
@@ -112,6 +114,9 @@ def _remarks(result: dict[str, Any]) -> Iterator[str]:
     tokens, groups = _count(result["tokens"], "token"), _count(result["batches"], "batch", "es")
     yield (f"{texts}, {tokens}, {groups}; {result['model']}, {result['dtype']}, {result['device']}")
     yield from _graphs(result["report"])
+    # Who asked for mode eager has not asked for speed, unless both ways are timed.
+    if result["inactive"] is not None and (result["own"] or result["report"]["asked"] != "eager"):
+        yield f"not accelerated here: {result['inactive']}"
     if result["own"] is not None:
         yield from _outcome(result)
         gap = result["difference"]
@@ -125,9 +130,7 @@ def _remarks(result: dict[str, Any]) -> Iterator[str]:
 def _outcome(result: dict[str, Any]) -> Iterator[str]:
     if result["inactive"] is None:
         yield f"own / prefill: {result['ratio']:.2f}"
-        return
-    yield f"not accelerated here: {result['inactive']}"
-    if result["report"]["declined"] is None:
+    elif result["report"]["declined"] is None:
         yield PADDING
 
 

@@ -36,6 +36,7 @@ from accel.pipelines.texts import Text, batches, tokenized
 
 if TYPE_CHECKING:
     from accel.pipelines.language_loading import Speaker
+    from accel.prefill.report import PrefillReport
 
 MODES = ("breakable", "full", "eager")
 ATTENTION = ("auto", "reference", "torch", "flashinfer")
@@ -82,7 +83,7 @@ def fulfil(order: Order) -> dict[str, Any]:
             tell(f"loading {order.model}")
             speaker = language_loading.load(model, where, trust=order.trust)
         texts = tokenized(speaker, order.prompts, order.max_tokens)
-        with _told_in_one_line(order):
+        with _told_in_one_line(order, texts):
             return {**_circumstances(order, where), **answered(order, speaker, texts)}
 
 
@@ -149,8 +150,7 @@ def answered(order: Order, speaker: Speaker, texts: list[Text]) -> dict[str, Any
             **_answers(order, speaker, texts, ours, own),
             **_compared(order, ours, own, inactive),
             "batches": len(groups),
-            # What dataclasses make of a Counter is a Counter of pairs.
-            "report": {**asdict(runner.report), "reasons": dict(runner.report.reasons)},
+            "report": _report(runner.report),
         }
     finally:
         runner.close()
@@ -163,9 +163,15 @@ def _runner(order: Order, speaker: Speaker) -> Any:
         speaker.model,
         max_tokens=order.max_tokens,
         max_requests=order.max_requests,
-        mode="eager" if acceleration.missing(speaker.where.device) else order.mode,
+        mode=order.mode,
         attention=order.attention,
     )
+
+
+def _report(report: PrefillReport) -> dict[str, Any]:
+    """As plain data. What dataclasses make of a Counter is a Counter of pairs."""
+    told = {"reasons": dict(report.reasons), "notes": report.untold_notes()}
+    return {**asdict(report), **told}
 
 
 def _tell_declined(runner: Any) -> None:
@@ -247,13 +253,27 @@ def as_options(text: str) -> str:
     return re.sub(r"\b(attention|mode|max_tokens|max_requests)=('?)(\w*)\2", option, text)
 
 
+def numbered(said: str, texts: Sequence[Text]) -> str:
+    """What the runner says of a prompt that is too long, with its number among `texts`: the runner
+    counts those of one batch, from zero.
+
+    >>> numbered("prompt 0 has 3 tokens, the model takes 2", [Text("a", [1]), Text("b", [1, 2, 3])])
+    'prompt 2 of 2 has 3 tokens, the model takes 2'
+    """
+    match = re.fullmatch(r"prompt \d+ (has \d+ tokens, the model takes (\d+))", said)
+    if match is None:
+        return said
+    long = (n for n, text in enumerate(texts, start=1) if len(text.ids) > int(match[2]))
+    return f"prompt {next(long)} of {len(texts)} {match[1]}"
+
+
 @contextlib.contextmanager
-def _told_in_one_line(order: Order) -> Iterator[None]:
+def _told_in_one_line(order: Order, texts: Sequence[Text]) -> Iterator[None]:
     """What the runner refuses, and memory that is not there, in words that name an option."""
     try:
         yield
     except ValueError as error:  # an argument that cannot be met: named, with its value, or not
-        said = as_options(first_line(error))
+        said = as_options(numbered(first_line(error), texts))
         raise BadInput(said if said.startswith("--") else f"{order.model}: {said}") from error
     except Exception as error:
         if is_out_of_memory(error):

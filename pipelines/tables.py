@@ -14,21 +14,25 @@ from accel.pipelines.plotting import title
 
 def print_bench(result: dict[str, Any]) -> None:
     """Draws what `benchmark.bench` returned."""
-    table = Table("", "eager", "patched")
-    eager, patched = result["eager"], result["patched"]
-    table.add_row("median picture", f"{eager['median_s']:.3f} s", f"{patched['median_s']:.3f} s")
-    table.add_row("step", _ms(eager["step_ms"]), _ms(patched["step_ms"]))
-    table.add_row("first picture", f"{eager['warm_up_s'][0]:.3f} s", f"{patched['first_s']:.3f} s")
-    table.add_row("set-up", "", f"{patched['setup_s']:.3f} s")
-    table.add_row("peak memory", gib(eager["peak_bytes"]), gib(patched["peak_bytes"]))
-    table.add_row("reserved memory", gib(eager["reserved_bytes"]), gib(patched["reserved_bytes"]))
+    active = result["inactive"] is None
+    ways = ("eager", "patched") if active else ("eager",)
+    sides = [result[way] for way in ways]
+    table = Table("", *ways)
+    table.add_row("median picture", *(f"{side['median_s']:.3f} s" for side in sides))
+    table.add_row("step", *(_ms(side["step_ms"]) for side in sides))
+    table.add_row("first picture", *(f"{side['warm_up_s'][0]:.3f} s" for side in sides))
+    if active:
+        table.add_row("set-up", "", f"{result['patched']['setup_s']:.3f} s")
+    table.add_row("peak memory", *(gib(side["peak_bytes"]) for side in sides))
+    table.add_row("reserved memory", *(gib(side["reserved_bytes"]) for side in sides))
     console = new_console()
     say(console, title(result))  # a title of the table's would be broken at its width
     console.print(table)
-    if result["inactive"] is None:
+    if active:
         say(console, f"eager / patched: {result['ratio']:.2f}")
     else:
-        say(console, f"not accelerated here: {result['inactive']}")
+        why = f"not accelerated here: {result['inactive']}"
+        say(console, f"nothing is patched, so all figures are eager ones; {why}")
     say(console, _equality(result))
 
 

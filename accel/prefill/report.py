@@ -38,7 +38,10 @@ class PrefillReport:
 
     name: str
     mode: str
+    """How it runs: "breakable", "full" or "eager"."""
     attention: str
+    asked: str = field(init=False)
+    """The mode that was asked for: what `mode` was at first."""
     declined: str | None = None
     """Why prompts run through the model's own forward, one by one; None if they do not."""
     layers: int = 0
@@ -63,6 +66,21 @@ class PrefillReport:
     workspace_bytes: int = 0
     pool_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        self.asked = self.mode
+
+    def untold_notes(self) -> list[str]:
+        """The notes, without what `reasons` say as well.
+
+        >>> report = PrefillReport("llama", "eager", "reference")
+        >>> report.notes.append("mode='eager': nothing can be captured on cpu")
+        >>> report.eager("nothing can be captured on cpu")
+        >>> report.untold_notes()
+        []
+        """
+        told = {f"mode={self.mode!r}: {reason}" for reason in self.reasons}
+        return [note for note in self.notes if note not in told]
+
     def __str__(self) -> str:
         """The same in words, a line for each fact, as `accel.report` does for pipelines.
 
@@ -73,7 +91,8 @@ class PrefillReport:
           0 captured, 1 replayed, 1 eager
           eager x1: 3 requests, max_requests=2
         """
-        how = f"{self.mode}, attention {self.attention}"
+        mode = self.mode if self.mode == self.asked else f"{self.mode} instead of {self.asked}"
+        how = f"{mode}, attention {self.attention}"
         did = f"{self.calls} calls, {self.tokens} tokens, {self.padding} of padding"
         lines = [f"{self.name} ({how}): {did}"]
         lines += [f"  declined: {self.declined}"] if self.declined else []
@@ -83,7 +102,7 @@ class PrefillReport:
             paged = ", paged" if made.paged else ""
             lines.append(f"  graph {made.bucket}{paged}: {made.replays} replays")
         lines += [f"  eager x{n}: {reason}" for reason, n in self.reasons.most_common()]
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.untold_notes())])
 
     def eager(self, reason: str) -> None:
         """Counts one forward pass that ran eagerly, and why."""

@@ -85,7 +85,12 @@ def test_the_benchmark_compares_replays(subject: Subject) -> None:
     result = benchmark.bench(subject, repeats=1, capture="always")
     assert result["proven"] and result["inactive"] is None
     assert _part(result, "unet")["replays"] >= 4
-    assert len(result["patched"]["warm_up_s"]) > 2
+    patched = result["patched"]
+    assert len(patched["warm_up_s"]) > 2
+    assert patched["first_s"] == patched["warm_up_s"][0]
+    settled = patched["median_s"] * len(patched["warm_up_s"])
+    assert patched["setup_s"] == pytest.approx(sum(patched["warm_up_s"]) - settled)
+    assert result["ratio"] == pytest.approx(result["eager"]["median_s"] / patched["median_s"])
 
 
 def _count_in(subject: Subject, *, monotone: bool = False) -> None:

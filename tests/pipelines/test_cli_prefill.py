@@ -196,6 +196,88 @@ def test_a_gpu_that_is_not_there_is_told(accel_cli: Cli) -> None:
     assert "--device cpu runs without" in done.complaint
 
 
+def test_a_prompt_that_is_too_long_is_told_by_its_number(
+    accel_cli: Cli, piped: Callable[[str], None]
+) -> None:
+    piped("a\n\na b c\nb\n")
+    for prompts in (("a", "a b c", "b"), ("-",)):
+        done = accel_cli("prefill", *prompts, "--max-tokens", "3", "--mode", "eager")
+        assert done.code == 2
+        assert done.complaint.startswith("accel: prompt 2 of 3 has 4 tokens, the limit is 3: ")
+
+
+def _short_sighted(folder: Path) -> Path:
+    """A language model whose packing ends at 8 positions, though its configuration has more."""
+    from transformers import AutoTokenizer, Phi3Config, Phi3ForCausalLM
+
+    from accel.pipelines.demo_lm import demo_lm_folder
+
+    torch.manual_seed(0)
+    config = Phi3Config(
+        vocab_size=768,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        original_max_position_embeddings=8,
+        pad_token_id=0,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 8,
+        },
+    )
+    Phi3ForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(demo_lm_folder()).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("score", [(), ("--score",)])
+def test_a_prompt_that_only_the_runner_refuses_is_told_by_its_number_too(
+    accel_cli: Cli, tmp_path: Path, score: tuple[str, ...]
+) -> None:
+    folder = _short_sighted(tmp_path / "short-sighted")
+    prompts = ("a b c d e", "a b c d e f g h i j", "a")  # 6 tokens, 11 and 2: a batch each
+    few = ("--max-tokens", "11", "--mode", "eager", *score)
+    done = accel_cli("prefill", *prompts, "-m", folder, *few)
+    assert done.code == 2, done.err
+    assert done.complaint.endswith(": prompt 2 of 3 has 11 tokens, the model takes 8")
+
+
+def test_a_picture_model_is_told_with_the_command_that_takes_it(
+    accel_cli: Cli, saved: Callable[[str], Path]
+) -> None:
+    from accel.pipelines.models import ZOO
+
+    for name in ZOO:
+        done = accel_cli("prefill", "a", "--model", name)
+        assert (done.code, done.out) == (2, "")
+        assert f"--model {name} is no causal LM but a picture model" in done.complaint
+        assert "accel bench" in done.complaint
+    done = accel_cli("prefill", "a", "--model", saved("sd15"))
+    assert (done.code, done.out) == (2, "")
+    assert "accel generate and accel bench take this picture model" in done.complaint
+
+
+@pytest.mark.skipif(HERE == "cuda", reason="there is a GPU")
+def test_without_a_gpu_it_says_what_was_asked_for_and_why_it_is_eager(accel_cli: Cli) -> None:
+    result = _json(accel_cli("prefill", "a", *FEW, "--mode", "full", "--json"))
+    report = result["report"]
+    assert (report["asked"], report["mode"]) == ("full", "eager")
+    assert report["reasons"] == {"nothing can be captured on cpu": report["eager_passes"]}
+    assert report["notes"] == []
+    shown = accel_cli("prefill", "a", *FEW, "--mode", "full").out
+    assert "prefill, eager instead of full, attention reference" in shown
+    assert shown.count("not accelerated here: no CUDA GPU here") == 1
+    asked = accel_cli("prefill", "a", *FEW, "--mode", "eager").out
+    assert "prefill, eager, attention reference" in asked
+    assert "not accelerated here" not in asked
+
+
 def test_what_the_runner_refuses_is_told_in_options(
     accel_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_bench_measures_and_compares(accel_cli: Cli, model: tuple[str, ...]) -> 
         assert 0 < result[way]["median_s"] <= max(result[way]["seconds"])
         assert result[way]["step_ms"] > 0
     assert result["ratio"] is None and result["inactive"]
+    assert result["patched"]["setup_s"] is None and result["patched"]["first_s"] is None
     assert {"date", "command", "versions", "device", "processor"} <= result.keys()
     with Image.open("plot.png") as plot:
         assert len(plot.convert("RGB").getcolors(1 << 24) or []) > 10

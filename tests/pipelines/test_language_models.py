@@ -82,6 +82,15 @@ def test_a_pipeline_is_no_language_model(saved: Callable[[str], Path]) -> None:
         resolve(str(saved("sd15")))
 
 
+def test_a_folder_called_like_a_picture_model_of_the_zoo_is_that_folder(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(copy.rename(copy.parent / "sdxl").parent)
+    assert resolve("sdxl").folder == Path("sdxl")
+    with pytest.raises(BadInput, match="--model sd15 is no causal LM but a picture model"):
+        resolve("sd15")
+
+
 def test_a_pipelines_part_is_no_language_model(saved: Callable[[str], Path]) -> None:
     with pytest.raises(BadInput, match="no causal LM of the kind 'clip_text_model'"):
         resolve(str(saved("sd15") / "text_encoder"))

@@ -85,3 +85,12 @@ def test_a_commit_is_the_one_that_the_file_holds() -> None:
     links = re.findall(r"\[([0-9a-f]{7})\]\((benchmarks/[^)]+)\)", page)
     held = {(said, _file(f"({path})").get("commit")) for said, path in links}
     assert {said == commit for said, commit in held if commit is not None} == {True}
+
+
+def test_the_built_in_model_has_as_many_entries_and_logits_as_the_page_says() -> None:
+    from accel.pipelines.demo_lm import load_demo_lm
+
+    model, tokenizer = load_demo_lm()
+    page = (DOCS / "prefill.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"tokenizer\s+of (\d+) entries \(logits have (\d+)", page)
+    assert said == (str(len(tokenizer)), str(model.lm_head.out_features))

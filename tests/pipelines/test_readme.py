@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from accel.pipelines.demo import DEFAULT_STEPS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -22,8 +24,25 @@ def _run(page: str) -> dict[str, Any]:
     return names
 
 
-def test_the_python_in_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps every picture of the demo model takes."""
+    from diffusers import DPMSolverMultistepScheduler as Scheduler
+
+    taken: list[int] = []
+    plain = Scheduler.set_timesteps
+
+    def set_timesteps(self: Any, steps: int, *arguments: Any, **options: Any) -> None:
+        taken.append(steps)
+        plain(self, steps, *arguments, **options)
+
+    monkeypatch.setattr(Scheduler, "set_timesteps", set_timesteps)
+    return taken
+
+
+def test_the_python_in_readme_runs(capsys: pytest.CaptureFixture[str], steps: list[int]) -> None:
     names = _run("README.md")
+    assert set(steps) == {DEFAULT_STEPS}
     assert names["image"].size == (256, 256)
     assert capsys.readouterr().out.strip()  # the report
     assert "forward" not in vars(names["pipe"].unet)

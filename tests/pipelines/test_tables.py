@@ -77,6 +77,34 @@ def test_where_nothing_was_accelerated_there_is_a_reason_and_no_ratio(
     assert "eager / patched" not in out
 
 
+def test_where_nothing_was_patched_only_eager_figures_are_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    patched = {**_benched()["patched"], "median_s": 77.0, "first_s": None, "setup_s": None}
+    tables.print_bench(_benched(ratio=None, inactive="no CUDA device", patched=patched))
+    out = capsys.readouterr().out
+    head, *_ = [line for line in out.splitlines() if "eager" in line]
+    assert head.strip("┃").split() == ["┃", "eager"]
+    (said,) = [line for line in out.splitlines() if "patched" in line]
+    assert said.startswith("nothing is patched, so all figures are eager ones; not accelerated")
+    assert "set-up" not in out and "77" not in out
+
+
+def test_a_benchmark_shows_both_ways_and_the_set_up(capsys: pytest.CaptureFixture[str]) -> None:
+    patched = {**_benched()["patched"], "median_s": 0.4, "setup_s": 1.7, "warm_up_s": [2.1, 0.4]}
+    tables.print_bench(_benched(patched=patched))
+    lines = capsys.readouterr().out.splitlines()
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if "│" in line]
+    assert rows == [
+        ["median picture", "1.000 s", "0.400 s"],
+        ["step", "-", "-"],
+        ["first picture", "2.000 s", "2.100 s"],
+        ["set-up", "", "1.700 s"],
+        ["peak memory", "1.00 GiB", "1.00 GiB"],
+        ["reserved memory", "-", "-"],
+    ]
+
+
 def test_a_plot_has_the_ratio_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.axes import Axes
 

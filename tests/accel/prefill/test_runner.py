@@ -144,3 +144,16 @@ def test_the_report_reads_as_a_text(tiny: TinyModel, make: Make) -> None:
         "  graph 64: 1 replays",
         "  eager x1: more requests than max_requests=2",
     ]
+
+
+def test_the_report_says_what_was_asked_for_and_why_it_is_eager_once(make: Make) -> None:
+    runner = make(TinyModel(torch.device("cpu")), mode="full")
+    why = "nothing can be captured on cpu"
+    assert str(runner.report).count(why) == 1
+    runner(prompts_of(5))
+    said = str(runner.report)
+    assert (runner.report.asked, runner.report.mode) == ("full", "eager")
+    assert said.startswith("tiny (eager instead of full, attention reference): 1 calls")
+    assert said.count(why) == 1 and f"eager x1: {why}" in said
+    asked = make(TinyModel(torch.device("cpu")), mode="eager")
+    assert str(asked.report).startswith("tiny (eager, attention reference): 0 calls")
