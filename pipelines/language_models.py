@@ -7,7 +7,6 @@ or code of its own is refused here unless asked for, by the rules of `models`.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 from accel.pipelines.errors import BadInput
 from accel.pipelines.models import (
     INDEXES,
-    ZOO,
     Trust,
     code_line,
+    is_of_zoo,
     located,
     pickle_line,
     read_json,
@@ -58,7 +57,7 @@ def resolve(name: str, trust: Trust | None = None, unreachable: str | None = Non
     accel.pipelines.errors.BadInput: no such model folder: ./no/such/folder (a model is ...
     """
     trust = trust or Trust()
-    if name in ZOO and not os.path.exists(name):
+    if is_of_zoo(name):
         raise BadInput(
             f"--model {name} is no causal LM but a picture model of the zoo: accel bench, verify "
             "and explain take it"

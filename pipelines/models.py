@@ -110,6 +110,15 @@ def resolve(name: str, trust: Trust | None = None, unreachable: str | None = Non
     return model
 
 
+def is_of_zoo(name: str) -> bool:
+    """Whether `name` is a model of the zoo, and nothing on disk.
+
+    >>> is_of_zoo("sdxl"), is_of_zoo("demo")
+    (True, False)
+    """
+    return name in ZOO and not os.path.exists(name)
+
+
 def is_hub_id(name: str) -> bool:
     """Whether `name` is looked for on the hub: it reads `owner/name` and is nothing on disk."""
     hub_like = _HUB_ID.fullmatch(name) is not None and not name.startswith(".")
@@ -162,7 +171,7 @@ def _built_in(demo: Callable[[], Path]) -> Path:
 
 
 def _folder_of(name: str, trust: Trust, unreachable: str | None) -> Path:
-    if name in ZOO and not os.path.exists(name):
+    if is_of_zoo(name):
         raise BadInput(
             f"{name} has random weights: accel bench, verify and explain take it, generate does not"
         )

@@ -83,7 +83,7 @@ def fulfil(order: Order) -> dict[str, Any]:
             tell(f"loading {order.model}")
             speaker = language_loading.load(model, where, trust=order.trust)
         texts = tokenized(speaker, order.prompts, order.max_tokens)
-        with _told_in_one_line(order, texts):
+        with _told_in_one_line(order, len(texts)):
             return {**_circumstances(order, where), **answered(order, speaker, texts)}
 
 
@@ -135,6 +135,7 @@ def answered(order: Order, speaker: Speaker, texts: list[Text]) -> dict[str, Any
     runner = _runner(order, speaker)
     try:
         _tell_declined(runner)
+        runner.check([text.ids for text in texts])
         if runner.report.mode != "eager":
             with captures_shown() as on_capture:
                 runner.capture(progress=on_capture)
@@ -253,27 +254,22 @@ def as_options(text: str) -> str:
     return re.sub(r"\b(attention|mode|max_tokens|max_requests)=('?)(\w*)\2", option, text)
 
 
-def numbered(said: str, texts: Sequence[Text]) -> str:
-    """What the runner says of a prompt that is too long, with its number among `texts`: the runner
-    counts those of one batch, from zero.
+def numbered(said: str, count: int) -> str:
+    """What the runner says of one of `count` prompts: it counts from zero, people from one.
 
-    >>> numbered("prompt 0 has 3 tokens, the model takes 2", [Text("a", [1]), Text("b", [1, 2, 3])])
-    'prompt 2 of 2 has 3 tokens, the model takes 2'
+    >>> numbered("prompt 1 has 3 tokens, the model takes 2", 4)
+    'prompt 2 of 4 has 3 tokens, the model takes 2'
     """
-    match = re.fullmatch(r"prompt \d+ (has \d+ tokens, the model takes (\d+))", said)
-    if match is None:
-        return said
-    long = (n for n, text in enumerate(texts, start=1) if len(text.ids) > int(match[2]))
-    return f"prompt {next(long)} of {len(texts)} {match[1]}"
+    return re.sub(r"^prompt (\d+)", lambda found: f"prompt {int(found[1]) + 1} of {count}", said)
 
 
 @contextlib.contextmanager
-def _told_in_one_line(order: Order, texts: Sequence[Text]) -> Iterator[None]:
+def _told_in_one_line(order: Order, count: int) -> Iterator[None]:
     """What the runner refuses, and memory that is not there, in words that name an option."""
     try:
         yield
     except ValueError as error:  # an argument that cannot be met: named, with its value, or not
-        said = as_options(numbered(first_line(error), texts))
+        said = as_options(numbered(first_line(error), count))
         raise BadInput(said if said.startswith("--") else f"{order.model}: {said}") from error
     except Exception as error:
         if is_out_of_memory(error):

@@ -73,13 +73,12 @@ class PrefillReport:
         """The notes, without what `reasons` say as well.
 
         >>> report = PrefillReport("llama", "eager", "reference")
-        >>> report.notes.append("mode='eager': nothing can be captured on cpu")
+        >>> report.notes.append("nothing can be captured on cpu")
         >>> report.eager("nothing can be captured on cpu")
         >>> report.untold_notes()
         []
         """
-        told = {f"mode={self.mode!r}: {reason}" for reason in self.reasons}
-        return [note for note in self.notes if note not in told]
+        return [note for note in self.notes if note not in self.reasons]
 
     def __str__(self) -> str:
         """The same in words, a line for each fact, as `accel.report` does for pipelines.

@@ -70,7 +70,7 @@ class PrefillRunner:
         if self._pool is None and mode != "eager":
             self.report.mode = mode = "eager"
             self._eager_because = f"nothing can be captured on {model.device}"
-            self.report.notes.append(f"mode='eager': {self._eager_because}")
+            self.report.notes.append(self._eager_because)
         with self._alone():
             setup = Setup(model, self._ladder, max_requests, cache_tokens, mode, attention)
             self._body = set_up(setup, self.report)
@@ -86,7 +86,7 @@ class PrefillRunner:
         """Runs `prompts`, lists of token ids, behind `prefix`, if any: a handle, or one or None per
         prompt. Raises ValueError for prompts that cannot be run, in one line."""
         with self._alone():
-            opened = open_prompts(self._model, prompts, prefix, self._cache)
+            opened = self._opened(prompts, prefix)
             prefixes = [prompt.prefix for prompt in opened.prompts if prompt.prefix is not None]
             made_of = self._made_of() if prefixes else None
             if any(handle.made_of != made_of for handle in prefixes):
@@ -110,12 +110,18 @@ class PrefillRunner:
         seen = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in weights]
         return seen, self._model.state()
 
+    def check(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError, in one line, for the first prompt that cannot be run, and runs none:
+        where they go in several calls, its number is the one among all of them."""
+        with self._alone(hands_out=False):
+            self._opened(prompts)
+
     def score(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """The log-probability of every token but the first, given those before it: float32 on the
         host, `[tokens - 1]` per prompt. The head is applied to a few rows at a time, so the logits
         of all tokens never exist together."""
         with self._alone(hands_out=False):
-            opened = open_prompts(self._model, prompts)
+            opened = self._opened(prompts)
             lengths = [len(prompt.ids) for prompt in opened.prompts]
             scores: list[torch.Tensor] = []
             most = self._max_requests if self.report.mode == "full" else len(lengths)
@@ -221,7 +227,6 @@ class PrefillRunner:
         if self._body is None:
             return [self._own(prompt) for prompt in opened.prompts]
         cache, largest = self._cache, self._ladder.largest
-        self._check_lengths(opened)
         lengths = [len(prompt.ids) for prompt in opened.prompts]
         if cache is not None and (keep or sum(lengths) > largest):
             opened.take_pages(cache, self._guests, self._place.catch_up)
@@ -280,6 +285,16 @@ class PrefillRunner:
             if keys > self._body.kv_bound and self._body.cache is not None:
                 return f"more keys than max_tokens + cache_tokens={self._body.kv_bound}"
         return None
+
+    def _opened(
+        self,
+        prompts: Sequence[Sequence[int]],
+        prefix: Handle | Sequence[Handle | None] | None = None,
+    ) -> Prompts:
+        opened = open_prompts(self._model, prompts, prefix, self._cache)
+        if self._body is not None:
+            self._check_lengths(opened)
+        return opened
 
     def _check_lengths(self, opened: Prompts) -> None:
         cached, limit = self._cache is not None, self._model.position_limit

@@ -37,11 +37,23 @@ PROMPTS: dict[str, tuple[Any, str]] = {
 def test_prompts(case: str, tiny: TinyModel, make: Make) -> None:
     prompts, says = PROMPTS[case]
     runner = make(tiny)
-    for call in (runner, runner.score):
+    for call in (runner, runner.score, runner.check):
         with pytest.raises(ValueError, match=says) as caught:
             call(prompts)
         assert "\n" not in str(caught.value)
     assert runner(prompts_of(3)).logits.isfinite().all()
+
+
+def test_scoring_counts_a_prompt_among_all_and_runs_none_before(
+    tiny: TinyModel, make: Make
+) -> None:
+    runner = make(tiny, max_tokens=64)
+    for call in (runner.score, runner.check):
+        with pytest.raises(ValueError, match=r"^prompt 2 has 70 tokens"):  # each is a pass
+            call(prompts_of(50, 60, 70))
+    assert (runner.report.tokens, runner.report.calls) == (0, 0)
+    runner.check(prompts_of(50, 60, 64))
+    assert runner.report.tokens == 0
 
 
 @pytest.mark.parametrize(
