@@ -13,8 +13,13 @@ SMALL = 2**20
 """Bytes of a tensor up to which others are none of its neighbours."""
 ROUNDED = 512
 """Bytes that a block is a multiple of."""
-STEPS, MOST = 64, 3
-"""Pieces grow by a 64th of what is alive at the peak, up to three times as much."""
+WORTH = 10 * 2**20
+"""Bytes from which on a piece is worth while: the allocator takes smaller ones as 20 MiB."""
+STEPS, MOST, SLACK = 64, 2, 32
+"""Pieces grow by a 64th of what is alive at the peak, up to twice as much. A 32nd of the last one
+comes in addition, for what ops need while they run."""
+DISTINCT = 8
+"""Sizes, of the largest, that a piece may be made for."""
 
 Event = tuple[int, int]
 """A tensor is born: its number, and its bytes; or dies: its number, and -1."""
@@ -38,31 +43,43 @@ def peak(events: Sequence[Event]) -> int:
     return most
 
 
-def pieces(events: Sequence[Event]) -> list[int]:
-    """Sizes in bytes of the pieces in which all tensors find places: one, or two, the first for the
-    two largest tensors, whichever is less in all.
+def pieces(*passes: Sequence[Event]) -> list[int]:
+    """Sizes in bytes of up to three pieces in which all tensors of each pass find places. The first
+    is the largest one; others, of fewer rows, find other blocks the smallest that is large enough.
 
-    >>> pieces([(0, 4 << 20), (1, 2 << 20), (0, -1), (2, 3 << 20)])
-    [6291456]
+    Tried are a piece for the two largest tensors, one for one or two others, and the rest; of all
+    these the ones that are least in all.
+
+    >>> mib, events = 2**20, [(0, 4 << 20), (1, 2 << 20), (0, -1), (2, 3 << 20)]
+    >>> pieces([(n, 8 * size if size > 0 else size) for n, size in events])
+    [51904512]
     """
-    large = [(number, nbytes) for number, nbytes in events if not 0 <= nbytes <= SMALL]
-    born = {number for number, nbytes in large if nbytes > 0}
-    large = [event for event in large if event[0] in born]
-    least, sizes = peak(large), sorted((nbytes for _, nbytes in large), reverse=True)[:2]
-    apart = next((ps for ps in _growing(least, sum(sizes)) if fit(large, ps)), None)
-    for one in _growing(least, 0):
-        if apart is not None and sum(apart) <= sum(one):
-            return apart
-        if fit(large, one):
-            return one
-    return apart or [least]
+    large = [_large(events) for events in passes]
+    least = peak(large[0])
+    for total in range(least, MOST * least, max(least // STEPS, ROUNDED)):
+        for first in _beginnings(large[0]):
+            rest = total - sum(first)
+            if rest >= WORTH or (rest >= 0 and not first):
+                found = [*first, rest + rest // SLACK]
+                if all(fit(events, found) for events in large):
+                    return found
+    return [least + least // SLACK]
 
 
-def _growing(least: int, first: int) -> Iterator[list[int]]:
-    """A piece of `first` bytes, if any, and one that grows; `least` bytes at first."""
-    step = max(least // STEPS, ROUNDED)
-    for rest in range(max(least - first, 0), MOST * least - first, step):
-        yield [size for size in (first, rest) if size]
+def _large(events: Sequence[Event]) -> list[Event]:
+    """Those of tensors that others are neighbours of."""
+    large = {number for number, nbytes in events if nbytes > SMALL}
+    return [event for event in events if event[0] in large]
+
+
+def _beginnings(events: Sequence[Event]) -> Iterator[list[int]]:
+    """What pieces may begin with, before the rest: nothing, first of all."""
+    sizes = sorted((nbytes for _, nbytes in events if nbytes > 0), reverse=True)
+    few = list(dict.fromkeys(sizes))[:DISTINCT]
+    others = sorted({a + b for a in few[1:] for b in (0, *few[1:]) if a + b >= WORTH})
+    for first in ([], [sum(sizes[:2])]):
+        yield first
+        yield from ([*first, other] for other in others)
 
 
 def fit(events: Sequence[Event], sizes: Sequence[int]) -> bool:

@@ -48,6 +48,15 @@ class Ladder:
         at = bisect_left(self.sizes, tokens)
         return self.sizes[at] if at < len(self.sizes) else None
 
+    def fewest(self, bucket: int) -> int:
+        """The fewest tokens that a batch in that bucket has: one more than the next smaller holds.
+
+        >>> Ladder(256).fewest(64), Ladder(256).fewest(192)
+        (1, 129)
+        """
+        at = bisect_left(self.sizes, bucket)
+        return self.sizes[at - 1] + 1 if at else 1
+
     def rows(self, tokens: int) -> int:
         """The bucket, or beyond the ceiling the next multiple of the smallest size.
 

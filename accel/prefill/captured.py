@@ -153,11 +153,14 @@ class BreakableBody:
 class FullBody:
     """One graph, attention and all: slots, pages and rows have addresses that were captured.
 
-    Captured with the largest batch there can be, all of it in the cache's dummy page.
+    Captured with the largest batch there can be, all of it in the cache's dummy page. Those that it
+    runs have `fewest` tokens or more.
     """
 
-    def __init__(self, body: PackedBody, ground: Ground, bucket: int, paged: bool) -> None:
-        self._body, self.bucket, self._paged = body, bucket, paged
+    def __init__(
+        self, body: PackedBody, ground: Ground, bucket: int, paged: bool, fewest: int = 1
+    ) -> None:
+        self._body, self.bucket, self._paged, self._fewest = body, bucket, paged, fewest
         cache = body.cache
         pages = cache.pages_for(body.kv_bound) + body.slots if cache else 0
         bound = body.kv_bound if paged else 0
@@ -186,7 +189,7 @@ class FullBody:
         model = self._body.model
         if self._attention is None:
             return model.masked_body(batch.ids, batch.positions, packed_mask(batch))
-        run = self._body.attend_in_graph(batch, self._attention)
+        run = self._body.attend_in_graph(batch, self._attention, self._fewest)
         attending = Attending(self._body.groups, run)
         hidden = model.body(batch.ids, batch.positions, attending)
         if attending.layers != len(self._body.groups):
@@ -205,6 +208,7 @@ class FullBody:
             kv_bound=body.kv_bound,
             into=self._buffers,
         )
+        assert batch.tokens >= self._fewest, "rows in front of these are not cleared"
         if self._attention is not None:
             self._attention.plan(batch)
         return batch

@@ -23,9 +23,6 @@ FRUITLESS = 4
 BARRED_CALLS = 64
 """Batches that run eagerly then, before graphs are tried again."""
 
-SLACK = 32
-"""The part of the last piece that is taken in addition, for what ops need while they run."""
-
 Progress = Callable[[int, int, int], None]
 """Called with (graphs captured, graphs to capture, bucket)."""
 
@@ -68,14 +65,13 @@ class Graphs:
         return self._capture(bucket, paged and self._full)
 
     def capture(self, progress: Progress | None, pieces: Sequence[int] = ()) -> None:
-        """Captures every bucket that is not there yet, the largest first, whose activations find
-        places in `pieces` of so many bytes: the pool then begins with these. Not where a mask,
+        """Captures every bucket that is not there yet, the largest first. Activations find places
+        in `pieces` of so many bytes: the pool then begins with these. Not where a mask,
         which grows with the square, makes that a guess."""
         self._follow_the_model()
         self._clear_the_ground()
-        *others, last = pieces if self._body.groups and pieces else (0,)
         with contextlib.suppress(torch.OutOfMemoryError):
-            self.pool.anchor(*others, last + last // SLACK)
+            self.pool.anchor(*(pieces if self._body.groups else ()))
         kinds = list(self.kinds())
         for done, (bucket, paged) in enumerate(kinds):
             if self.given_up is not None:
@@ -218,7 +214,8 @@ class Graphs:
     def _attempt(self, bucket: int, paged: bool) -> Captured:
         self._ground.run = self._needs_values()
         if self._full:
-            return FullBody(self._body, self._ground, bucket, paged)
+            fewest = self._ladder.fewest(bucket)
+            return FullBody(self._body, self._ground, bucket, paged, fewest)
         return BreakableBody(self._body, self._ground, bucket)
 
     def count(self, captured: Captured, paged: bool) -> None:

@@ -37,7 +37,7 @@ class MemoryPlan:
 
     max_tokens: int
     activations: int
-    """The pool: what the largest bucket's forward needs to have a place for all its tensors."""
+    """The pool: what the larger buckets' forwards need to have a place for all their tensors."""
     buffers: int
     """Batch tensors of all graphs."""
     results: int
@@ -117,7 +117,8 @@ def plan_for(
     small, large = _lives(body, few), _lives(body, many)
     slope = max(0, peak(large) - peak(small)) / max(1, many - few)
     activations = round(peak(large) + slope * (ladder.largest - many))
-    taken = _pieces(small, large, ladder.largest / many, few / many, activations)
+    rows = [n / many for n in reversed(ladder.sizes) if 2 * n > ladder.largest]
+    taken = _pieces(small, large, rows, few / many, activations)
     free, _ = pool.backend.memory(pool.device)
     return MemoryPlan(
         max_tokens=ladder.largest,
@@ -147,15 +148,20 @@ def _lives(body: PackedBody, rows: int) -> list[Event]:
 
 
 def _pieces(
-    small: list[Event], large: list[Event], growth: float, ratio: float, activations: int
+    small: list[Event],
+    large: list[Event],
+    growths: Sequence[float],
+    ratio: float,
+    activations: int,
 ) -> list[int]:
-    """Pieces for a pass with `growth` times as many rows as that of `large`, of whose rows that of
-    `small` has a `ratio`; all in one where the tensors, drawn out, do not add up to `activations`.
+    """Pieces for passes with so many times the rows of `large`, first of all the most, of whose
+    rows `small` has a `ratio`; all in one where the tensors, drawn out, do not add up to
+    `activations`. Passes of fewer than half the rows find places in what is left of others'.
     """
-    events = drawn_out(small, large, growth, ratio)
-    if abs(peak(events) - activations) > activations // 16:
+    passes = [drawn_out(small, large, growth, ratio) for growth in growths]
+    if abs(peak(passes[0]) - activations) > activations // 16:
         return [activations]
-    return pieces(events)
+    return pieces(*passes)
 
 
 def drawn_out(small: list[Event], large: list[Event], growth: float, ratio: float) -> list[Event]:

@@ -123,13 +123,15 @@ class PackedBody:
         attention.run(AttentionLayer(index, self.groups[index], sinks), q, k, v, out)
         out[real:].zero_()
 
-    def attend_in_graph(self, batch: Batch, attention: Attention) -> Run:
-        """The same for a full graph: `batch` has sentinels, and every shape is the bucket's.
+    def attend_in_graph(self, batch: Batch, attention: Attention, fewest: int) -> Run:
+        """The same for a full graph: `batch` has sentinels, and every shape is the bucket's. Every
+        batch that it runs has `fewest` tokens or more.
 
         Kernels leave rows behind the last token unwritten; what lay there may be NaN, so they are
-        overwritten and not multiplied by zero.
+        overwritten and not multiplied by zero. Only rows that may be such: over all of a large
+        bucket that takes 2 % of a pass.
         """
-        row = torch.arange(batch.bucket, device=self.model.device)
+        row = torch.arange(fewest, batch.bucket, device=self.model.device)
         padding = (row >= batch.device.q_indptr[-1])[:, None, None]
 
         def attend(
@@ -143,7 +145,7 @@ class PackedBody:
             if self.cache is not None:
                 self.cache.write(index, k, v, batch.writes)
             attention.run(AttentionLayer(index, self.groups[index], sinks), q, k, v, out)
-            out.masked_fill_(padding, 0)
+            out[fewest:].masked_fill_(padding, 0)
 
         return attend
 
