@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from accel.launching import Launchable
+
 
 class Segment:
     """A stretch of device work: recorded between `begin` and `end`, replayed at will.
@@ -112,6 +114,44 @@ class Segment:
         self._graph.replay()
 
 
+class RestingSegment(Segment):
+    """A segment that takes the device memory that it needs to be launched at its first replay only,
+    and gives it back at `rest`. The first replay after that costs the host some 0.1 ms.
+
+    >>> x, pool = torch.ones(2, device=device), backend.new_pool()
+    >>> segment, stream = backend.resting_segment(pool), backend.new_stream(x.device)
+    >>> backend.wait_stream(stream, backend.current_stream(x.device))
+    >>> with backend.on_stream(stream):
+    ...     segment.begin()
+    ...     y = x.add_(1)
+    ...     segment.end()
+    ...     segment.replay()
+    ...     segment.rest()
+    ...     segment.replay()
+    >>> backend.synchronize(stream)
+    >>> y.tolist()
+    [3.0, 3.0]
+    """
+
+    _launchable: Launchable | None = None
+
+    def prepare(self, stream: Any = None) -> None:
+        """Replays it on `stream`, if given; otherwise there is nothing to do before a replay."""
+        if stream is not None:
+            with torch.cuda.stream(stream):
+                self.replay()
+
+    def replay(self) -> None:
+        """As `Segment.replay`."""
+        if self._launchable is None:
+            self._launchable = Launchable(self._graph)
+        self._launchable.launch()
+
+    def rest(self) -> None:
+        """Gives back what the next replay will take again; work that is under way ends first."""
+        self._launchable = None
+
+
 _preparing = ThreadPoolExecutor(1, "accel-preparing")
 
 
@@ -151,6 +191,8 @@ class Backend:
 
     segment = staticmethod(Segment)
     """A new segment whose memory comes from a pool (an id from `new_pool`)."""
+    resting_segment = staticmethod(RestingSegment)
+    """A new one that can rest."""
     new_pool: Callable[[], Any] = staticmethod(torch.cuda.graph_pool_handle)
     """A new, hashable pool id."""
     new_stream: Callable[[torch.device], Any] = staticmethod(torch.cuda.Stream)

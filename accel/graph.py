@@ -48,7 +48,8 @@ class Refused(Uncapturable):
 class BreakableGraph:
     """A recorded forward pass: `replay` runs its segments and breaks in order.
 
-    `pool` is where its memory comes from; graphs that share a pool never run at the same time.
+    `pool` is where its memory comes from; graphs that share a pool never run at the same time. One
+    that `rests` takes what its segments need to be launched at a replay, and can give it back.
 
     >>> x = torch.ones(3, device=device)
     >>> graph = BreakableGraph(Pool(device))
@@ -60,8 +61,8 @@ class BreakableGraph:
     [6.0, 6.0, 6.0]
     """
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
+    def __init__(self, pool: Pool, rests: bool = False) -> None:
+        self.pool, self.rests = pool, rests
         self.steps: list[Any] = []
         self.breaks: list[Break] = []
         self.held: list[Any] = []
@@ -87,6 +88,12 @@ class BreakableGraph:
     def segments(self) -> int:
         """How many stretches of recorded work there are."""
         return len(self.steps) - len(self.breaks)
+
+    def rest(self) -> None:
+        """Gives back what the next replay takes again, of a graph that `rests`."""
+        for step in self.steps:
+            if not isinstance(step, Break):
+                step.rest()
 
     def discard(self) -> None:
         """Lets go of everything; the segments stay parked until their pool's generation ends."""
@@ -128,8 +135,8 @@ class Recording:
 
     def open(self) -> None:
         """Begins the next segment."""
-        pool = self.graph.pool
-        self._segment = pool.backend.segment(pool.id)
+        pool, backend = self.graph.pool, self.graph.pool.backend
+        self._segment = (backend.resting_segment if self.graph.rests else backend.segment)(pool.id)
         self._segment.begin()
 
     def close(self, cut: bool = False) -> None:

@@ -18,6 +18,10 @@ from accel.prefill.attention import Attention, Unsupported
 from accel.prefill.batch import Batch, Buffers, Request, pack
 from accel.prefill.packed_body import Attending, PackedBody, packed_mask
 
+ALWAYS_LAUNCHABLE = 1024
+"""Rows up to which breakable graphs are ready for launch. Of larger ones a layer keeps the device
+busy for longer than the host takes to make the next layer's segment launchable, some 0.1 ms."""
+
 
 class Captured(Protocol):
     """A captured body of one bucket."""
@@ -108,7 +112,7 @@ class BreakableBody:
     def __init__(self, body: PackedBody, ground: Ground, bucket: int) -> None:
         self._body, self.bucket = body, bucket
         self._buffers = ground.buffers(bucket, body.model.device)
-        self.graph = BreakableGraph(ground.pool)
+        self.graph = BreakableGraph(ground.pool, rests=bucket > ALWAYS_LAUNCHABLE)
         batch = self._load([Request((0,) * bucket)])
         batch.positions.zero_()  # harmless ones: a table of positions may end before the bucket
         if not ground.run:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from accel.graph import BreakableGraph
 from accel.guard import Ambient, WeightGuard
 from accel.memory import Pool
 from accel.prefill.buckets import Ladder
@@ -44,6 +45,7 @@ class Graphs:
         self._state: object = None
         self._version = -1
         self._fruitless = self._barred = 0
+        self._awake: BreakableGraph | None = None
         pool.tenants.add(self)
 
     def get(self, bucket: int, paged: bool) -> Captured | str:
@@ -119,6 +121,7 @@ class Graphs:
         for captured in self._captured.values():
             captured.graph.discard()
         self._captured.clear()
+        self._awake = None
         self._report.buckets.clear()
         self._report.pool_bytes = self._report.buffer_bytes = 0
 
@@ -155,6 +158,7 @@ class Graphs:
                 self.forget_graphs()
         else:
             self._captured[kind] = found
+            self._let_others_rest(found.graph)
         return found
 
     def _try(self, bucket: int, paged: bool) -> Captured | str:
@@ -220,7 +224,16 @@ class Graphs:
 
     def count(self, captured: Captured, paged: bool) -> None:
         """Counts one replay."""
+        self._let_others_rest(captured.graph)
         self._report.replays += 1
         for entry in self._report.buckets:
             if (entry.bucket, entry.paged) == (captured.bucket, paged and self._full):
                 entry.replays += 1
+
+    def _let_others_rest(self, graph: BreakableGraph) -> None:
+        """Of graphs that can rest only the last one to run stays ready for launch."""
+        if not graph.rests or graph is self._awake:
+            return
+        if self._awake is not None:
+            self._awake.rest()
+        self._awake = graph

@@ -42,6 +42,37 @@ def test_recording_runs_the_body_for_real(graph: BreakableGraph, x: Tensor) -> N
     assert graph.breaks == []
 
 
+def test_a_graph_that_rested_computes_the_same(pool: Pool, x: Tensor) -> None:
+    """Also one that rests while the device is at work on it."""
+    graph = BreakableGraph(pool, rests=True)
+    weight = torch.eye(4).to(x.device)
+    with capture(graph, automatic=False):
+        y = x
+        for _ in range(50):
+            y = y @ weight
+        break_graph()
+        z = y * 2
+    for start in range(1, 5):
+        x.fill_(start)
+        graph.replay()
+        graph.rest()
+        assert z.tolist() == [2.0 * start] * 4
+    assert graph.segments == 2
+
+
+def test_a_graph_that_rests_may_be_cut(pool: Pool, x: Tensor) -> None:
+    graph = BreakableGraph(pool, rests=True)
+    with capture(graph) as recording:
+        y = x + 1
+        recording.cut()
+        z = y * 2
+    assert z.tolist() == [2.0, 4.0, 6.0, 8.0]
+    graph.rest()
+    x.fill_(5)
+    graph.replay()
+    assert z.tolist() == [12.0] * 4
+
+
 def test_what_nobody_needs_is_recorded_without_running(graph: BreakableGraph, x: Tensor) -> None:
     ran: list[str] = []
 

@@ -15,6 +15,7 @@ ENGINE = [
     "graph",
     "breaks",
     "backend",
+    "launching",
     "record",
     "record_stand_ins",
     "recorded",

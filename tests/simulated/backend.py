@@ -30,6 +30,9 @@ class SimulatedBackend:
     def segment(self, pool: Any) -> SimulatedSegment:
         return SimulatedSegment(pool)
 
+    def resting_segment(self, pool: Any) -> SimulatedSegment:
+        return SimulatedSegment(pool, rests=True)
+
     def new_pool(self) -> Any:
         pool_id = (0, next(self._pool_ids))
         arena.pools[pool_id] = Pool(f"pool {pool_id}")

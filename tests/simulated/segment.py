@@ -52,10 +52,12 @@ def flat(result: Any) -> list[Any]:
 
 
 class SimulatedSegment:
-    """A stretch of recorded work on one stream, its memory from one pool."""
+    """A stretch of recorded work on one stream, its memory from one pool. `launchable` is whether
+    the device keeps memory for its launch: one that `rests` from a replay on until `rest`."""
 
-    def __init__(self, pool_id: Any) -> None:
-        self._pool_id = pool_id
+    def __init__(self, pool_id: Any, rests: bool = False) -> None:
+        self._pool_id, self._rests = pool_id, rests
+        self.launchable = False
         self._stream: Stream | None = None
         self._epoch = card.epoch
         self._recorded = False
@@ -106,6 +108,7 @@ class SimulatedSegment:
     def prepare(self, stream: Stream | None = None) -> None:
         """Notes that it waits for `ready`, and then for its first replay: on `stream`, if given, as
         of now."""
+        self.launchable |= stream is not None or not self._rests
         if not self._recorded:
             raise RuntimeError("prepare() of a segment that holds no finished recording")
         self.pool.waiting[id(self)] = self._carried
@@ -125,12 +128,18 @@ class SimulatedSegment:
         if not self._recorded:
             raise RuntimeError("replay() of a segment that holds no finished recording")
         self.ready()
+        self.launchable = True
         stream, clock = card.current_stream(), card.clock
         if stream.segment is not None:
             raise stream.segment.refuse("the replay of another segment")
         clock.host += clock.replay_host
         stream.time = max(stream.time, clock.host)
         self._run(stream)
+
+    def rest(self) -> None:
+        """Gives back what the next replay takes again."""
+        assert self._rests, "torch keeps what it made launchable"
+        self.launchable = False
 
     def _run(self, stream: Stream) -> None:
         clock = card.clock

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from accel.breaks import Break
 from accel.graph import current_recording
 from accel.prefill.runner import PrefillRunner
 from tests.accel.common import scribble
@@ -236,6 +237,31 @@ def test_the_pool_needs_no_more_than_the_largest_bucket(tiny: TinyModel, make: M
     assert first.bucket == 2048 and first.pool_bytes > 0
     assert sum(entry.pool_bytes for entry in others) <= first.pool_bytes // 4
     assert runner.report.pool_bytes == sum(b.pool_bytes for b in runner.report.buckets)
+
+
+def test_of_large_breakable_graphs_one_is_ready_for_launch(tiny: TinyModel, make: Make) -> None:
+    """The driver takes memory for each segment that is."""
+    sizes = 64, 1152, 1536, 2048
+    runner = make(tiny, buckets=sizes, max_tokens=2048, attention="reference").capture()
+    assert [bucket for bucket, ready in launchable(runner).items() if ready] == [64]
+    for lengths, bucket in (((500, 500, 60), 1152), ((500, 500, 500), 1536), ((30,), 1536)):
+        assert agrees(runner, tiny, prompts_of(*lengths))
+        assert [n for n, ready in launchable(runner).items() if ready] == [bucket, 64]
+    assert runner.report.eager_passes == 0 and runner.report.captures == 4
+
+
+def launchable(runner: PrefillRunner) -> dict[int, bool]:
+    """By bucket, whether all segments are ready for launch; they are, or none."""
+    assert runner._graphs is not None
+    found = {}
+    for captured in runner._graphs._captured.values():
+        segments = [step for step in captured.graph.steps if not isinstance(step, Break)]
+        ready = {
+            s.launchable if hasattr(s, "launchable") else getattr(s, "_launchable", s) is not None
+            for s in segments
+        }
+        [found[captured.bucket]] = ready
+    return found
 
 
 def test_the_pool_begins_with_the_plans_pieces(tiny: TinyModel, make: Make) -> None:
