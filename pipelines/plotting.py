@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+COLOURS = {"patched": "#2a7f62", "eager": "#9aa0a6"}
+
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draws `result` (from `benchmark.bench`) into the file `path`; its ending picks the format."""
@@ -14,15 +16,16 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 2.6), layout="constrained")
-    for row, way in enumerate(("patched", "eager")):
+    ratio = result["ratio"]
+    ways = ["patched", "eager"] if ratio is not None else ["eager"]  # where nothing is captured
+    for row, way in enumerate(ways):
         measured = result[way]
-        axes.barh(row, measured["median_s"], color=("#2a7f62", "#9aa0a6")[row], height=0.6)
+        axes.barh(row, measured["median_s"], color=COLOURS[way], height=0.6)
         axes.plot(measured["seconds"], [row] * len(measured["seconds"]), "k|", markersize=12)
         axes.annotate(f" {measured['median_s']:.3g} s", (measured["median_s"], row), va="center")
-    axes.set_yticks([0, 1], ["patched", "eager"])
+    axes.set_yticks(range(len(ways)), ways)
     axes.set_xlabel("seconds per picture (bar: median, ticks: single pictures)")
-    axes.set_xlim(0, 1.2 * max(*result["eager"]["seconds"], *result["patched"]["seconds"]))
-    ratio = result["ratio"]
+    axes.set_xlim(0, 1.2 * max(second for way in ways for second in result[way]["seconds"]))
     outcome = "not accelerated here" if ratio is None else f"{ratio:.2f}x"
     axes.set_title(f"{title(result)}: {outcome}", fontsize=10)
     figure.savefig(path, dpi=150)

@@ -1,4 +1,4 @@
-"""A progress bar while buckets are captured: rich's, on stderr."""
+"""A progress bar while buckets are captured, or a word on why none are: rich's, on stderr."""
 
 from __future__ import annotations
 
@@ -21,3 +21,10 @@ def bar() -> Iterator[Progress]:
             shown.update(task, completed=done, total=total, description=f"captured {bucket} tokens")
 
         yield move
+
+
+def say(line: str) -> None:
+    """One line where the bar would be."""
+    from rich.console import Console
+
+    Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)

@@ -135,8 +135,8 @@ class PrefillRunner:
             return scores
 
     def capture(self, progress: bool | Progress = False) -> PrefillRunner:
-        """Captures every bucket now, the largest first. `progress` shows a bar, or is a function
-        called with (done, total, bucket). Returns the runner.
+        """Captures every bucket now, the largest first. `progress` shows a bar, or why nothing is
+        captured, or is a function called with (done, total, bucket). Returns the runner.
 
         Raises ValueError if memory for it is missing: `plan()` says how much it takes.
         """
@@ -150,6 +150,10 @@ class PrefillRunner:
                         self._graphs.capture(shown, pieces)
                 else:
                     self._graphs.capture(progress or None, pieces)
+            elif progress is True:
+                from accel.prefill.progress import say
+
+                say(f"nothing is captured: {self.report.declined or self._eager_because}")
         return self
 
     @property

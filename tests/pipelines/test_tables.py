@@ -106,10 +106,14 @@ def test_a_benchmark_shows_both_ways_and_the_set_up(capsys: pytest.CaptureFixtur
 
 
 def test_a_plot_has_the_ratio_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU there is nothing patched to draw."""
     from matplotlib.axes import Axes
 
     titles: list[str] = []
+    ways: list[list[str]] = []
+    monkeypatch.setattr(Axes, "set_yticks", lambda self, places, labels: ways.append(labels))
     monkeypatch.setattr(Axes, "set_title", lambda self, text, **options: titles.append(text))
     for result in (_benched(), _benched(ratio=None, inactive="no CUDA device")):
         plotting.draw(result, tmp_path / "plot.png")
     assert [title.rpartition(": ")[2] for title in titles] == ["2.50x", "not accelerated here"]
+    assert ways == [["patched", "eager"], ["eager"]]

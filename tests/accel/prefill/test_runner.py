@@ -99,6 +99,15 @@ def test_of_all_captures_only_the_first_runs(
     assert worst(runner, tiny, prompts) < 1e-5, "an unwritten page, say"
 
 
+def test_progress_says_why_nothing_is_captured(
+    tiny: TinyModel, make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tiny, mode="eager").capture(progress=True)
+    assert capsys.readouterr().err == "nothing is captured: mode='eager'\n"
+    make(tiny, mode="eager").capture()
+    assert capsys.readouterr().err == ""
+
+
 def test_progress_is_told(tiny: TinyModel, make: Make) -> None:
     told: list[tuple[int, int, int]] = []
     make(tiny).capture(progress=lambda *now: told.append(now))
