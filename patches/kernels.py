@@ -1,7 +1,7 @@
 """Where there are kernels of our own: on a CUDA device, if Triton is there and what it compiles
 computes what torch does.
 
-Knows whether they work; what they are for, rotary.py and gated.py know.
+Knows whether they work; what they are for, rotary.py, gated.py and norms.py know.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from accel.patches.trial import CLOSE, drawn, out_of_sight
 
 PRECISIONS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """That kernels take: computing in float32, they would round others worse than torch."""
+WIDEST = 16384
+"""Elements of a row that a norm's kernel takes: it holds all of it at once."""
 
 
 @functools.cache
@@ -47,11 +49,20 @@ def _try(kernels: Any, device: torch.device) -> None:
 
     draw = torch.Generator("cpu").manual_seed(3)
     for dtype, close in CLOSE.items():
-        q, k, cos, sin, gated, by = (
+        q, k, cos, sin, gated, by, weight = (
             drawn(draw, *shape).to(device, dtype)
-            for shape in ((1, 4, 3, 8), (1, 2, 3, 8), (1, 3, 8), (1, 3, 8), (5, 8), (5, 8))
+            for shape in ((1, 4, 3, 8), (1, 2, 3, 8), (1, 3, 8), (1, 3, 8), (5, 8), (5, 8), (8,))
         )
-        found = *kernels.turn(q, k, cos, sin), *(kernels.gate(gated, by, x) for x in (False, True))
-        silu, gelu = functional.silu(gated), functional.gelu(gated, approximate="tanh")
-        wanted = turned(q, cos, sin), turned(k, cos, sin), silu * by, gelu * by
-        torch.testing.assert_close(found, wanted, rtol=0, atol=close)
+        for _ in range(2):  # the second launch of a kind takes another way
+            found = (
+                *kernels.turn(q, k, cos, sin),
+                *(kernels.gate(gated, by, tanh) for tanh in (False, True)),
+                *(kernels.norm(gated, weight, 0.01, centred) for centred in (False, True)),
+            )
+            silu, gelu = functional.silu(gated), functional.gelu(gated, approximate="tanh")
+            normed = functional.rms_norm(gated.float(), (8,), eps=0.01)
+            wanted = (
+                *(turned(q, cos, sin), turned(k, cos, sin), silu * by, gelu * by),
+                *((normed * (x + weight.float())).to(dtype) for x in (0, 1)),
+            )
+            torch.testing.assert_close(found, wanted, rtol=0, atol=close)

@@ -93,7 +93,7 @@ class TransformersModel:
         self.routes = _has_experts(config)
         self.stages: Sequence[nn.Module] = _stages_of(self._decoder)
         self._probe, self._fused = StateProbe(model), fused
-        if fused and not self.routes:
+        if fused:
             kernels_for(self.device)  # compiled now: later something may be recorded
         self._lock = _locks.setdefault(self._decoder, threading.RLock())
         self._capped = False

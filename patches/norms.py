@@ -1,9 +1,10 @@
-"""RMS norms of a language model by torch's own function: one kernel each instead of eight.
+"""RMS norms of a language model in one kernel each instead of eight: ours, or torch's function.
 
 Knows norms by what they compute, not by their names: a module with nothing but a weight is one if
 its forward, when tried, gives what `torch.nn.functional.rms_norm` gives. In half precision that
-rounds once where most models' own norms round twice. In place for one thread at a time, for the
-length of one body call.
+rounds once where most models' own norms round twice; our kernel, where kernels.py has it, too, and
+takes half of the time for rows of a head. In place for one thread at a time, for the length of one
+body call.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from accel.patches.forward import ForOneThread
+from accel.patches.kernels import PRECISIONS, WIDEST, kernels_for
 from accel.patches.trial import CLOSE, out_of_sight, settings_of
 
 _EPSILONS = "variance_epsilon", "eps"
@@ -44,7 +46,7 @@ _forms: dict[Hashable, Form | None] = {}
 
 @contextlib.contextmanager
 def fused_norms(decoder: nn.Module) -> Iterator[int]:
-    """While open, RMS norms in `decoder` are torch's function if this thread calls them; in other
+    """While open, RMS norms in `decoder` are one kernel each if this thread calls them; in other
     threads they are their own. Gives how many there are. One thread at a time per decoder.
 
     >>> decoder = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4, eps=1e-6))
@@ -117,12 +119,16 @@ def _epsilon(norm: Any) -> float | None:
 
 def _computing(norm: Any, form: Form) -> Callable[..., Any]:
     """The norm's forward in that form, or its own for what torch's function takes another way with
-    (a mix of precisions, autocast)."""
+    (a mix of precisions, autocast). A kernel of ours computes what the form does."""
 
     def instead(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and _in_one_kernel(args[0], norm.weight):
-            return form(args[0], norm.weight, _epsilon(norm))
-        return own(*args, **kwargs)
+        if len(args) != 1 or kwargs or not _in_one_kernel(args[0], norm.weight):
+            return own(*args, **kwargs)
+        rows, weight, epsilon = args[0], norm.weight, _epsilon(norm)
+        kernels = kernels_for(rows.device) if _fits_a_kernel(rows, weight) else None
+        if kernels is None or epsilon is None:
+            return form(rows, weight, epsilon)
+        return kernels.norm(rows, weight, epsilon, form is _zero_centred)
 
     return instead
 
@@ -134,3 +140,10 @@ def _in_one_kernel(hidden: Any, weight: torch.Tensor) -> bool:
         return False
     kind = hidden.device.type
     return not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
+
+
+def _fits_a_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a kernel of ours can address these rows, and hold one."""
+    if rows.dtype not in PRECISIONS or rows.device != weight.device:
+        return False
+    return rows.is_contiguous() and weight.is_contiguous() and len(weight) <= WIDEST

@@ -1,4 +1,5 @@
-"""Kernels that torch has no single op for, written in Triton: rotary embeddings, gated units.
+"""Kernels that torch has no single op for, or a slower one, written in Triton: rotary embeddings,
+gated units, RMS norms.
 
 Knows addresses, strides and arithmetic, all in float32 and rounded once; of tensors without memory,
 shapes. Importing it needs Triton; whether that is there, and works, kernels.py finds out.
@@ -10,10 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
+from accel.patches.launches import launch
+
 WIDTH = 1024
 """Elements of a row that one program of `gate` computes."""
 MOST_HEADS = 8
 """Heads that one program of `turn` turns at most."""
+HELD = 2048
+"""Elements that one program of `norm` holds of several narrow rows; wide ones have a warp for every
+512."""
 
 
 def turn(
@@ -30,15 +36,8 @@ def turn(
     half = q.shape[-1] // 2
     steps = (step for x in (q, k, *outs) for step in (x.stride(2), x.stride(1)))
     shape = {"HALF": half, "PADDED": triton.next_power_of_2(half), "HEADS": block}
-    with torch.cuda.device_of(q):
-        _turn[q.shape[2], sum(heads) // block](
-            *(q, k, cos, sin, *outs),
-            heads[0] // block,
-            *steps,
-            cos.stride(1),
-            sin.stride(1),
-            **shape,
-        )
+    numbers = heads[0] // block, *steps, cos.stride(1), sin.stride(1)
+    launch(_turn, (q.shape[2], sum(heads) // block), (q, k, cos, sin, *outs, *numbers), shape)
     return outs
 
 
@@ -51,8 +50,26 @@ def gate(
     if out.is_meta:
         return out
     count = out.numel()
-    with torch.cuda.device_of(gated):
-        _gate[(triton.cdiv(count, WIDTH),)](gated, by, out, count, TANH=tanh, WIDTH=WIDTH)
+    shape = {"TANH": tanh, "WIDTH": WIDTH}
+    launch(_gate, (triton.cdiv(count, WIDTH), 1), (gated, by, out, count), shape)
+    return out
+
+
+def norm(
+    rows: torch.Tensor, weight: torch.Tensor, epsilon: float, zero_centred: bool
+) -> torch.Tensor:
+    """`rows`, `[..., size]`, contiguous, over the root of their mean square plus `epsilon`, times
+    `weight`, `[size]`, or times one more than that."""
+    out = torch.empty_like(rows)
+    if out.is_meta or not out.numel():
+        return out
+    size = len(weight)
+    padded = triton.next_power_of_2(size)
+    together = max(HELD // padded, 1)
+    shape = {"ZERO_CENTRED": zero_centred, "SIZE": size, "PADDED": padded, "ROWS": together}
+    count = out.numel() // size
+    grid = triton.cdiv(count, together), 1
+    launch(_norm, grid, (rows, weight, out, count, epsilon), shape, max(padded // 512, 4))
     return out
 
 
@@ -133,3 +150,27 @@ def _gate(  # type: ignore[no-untyped-def]
     if TANH:
         z = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 sqrt(2 / pi)
     tl.store(out + place, x / (1 + tl.exp(-z)) * factor, mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _norm(  # type: ignore[no-untyped-def]
+    rows,
+    weight,
+    out,
+    count,
+    epsilon,
+    ZERO_CENTRED: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """A few whole rows."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, PADDED)[None, :]
+    there = (row < count) & (column < SIZE)
+    x = tl.load(rows + row * SIZE + column, mask=there, other=0).to(tl.float32)
+    scale = tl.load(weight + column, mask=column < SIZE, other=0).to(tl.float32)
+    if ZERO_CENTRED:
+        scale += 1
+    mean = tl.sum(x * x, axis=1)[:, None] / SIZE
+    tl.store(out + row * SIZE + column, x * tl.rsqrt(mean + epsilon) * scale, mask=there)

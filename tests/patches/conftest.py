@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from accel.patches import gated, rotary
+from accel.patches import gated, norms, rotary
 from tests.patches.counting_kernels import CountingKernels
 from tests.patches.pair import Pair
 
@@ -28,6 +28,6 @@ def pair(device: torch.device) -> Callable[..., Pair]:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> CountingKernels:
     """What all devices have for kernels."""
     counting = CountingKernels()
-    for user in (gated, rotary):
+    for user in (gated, norms, rotary):
         monkeypatch.setattr(user, "kernels_for", lambda device: counting)
     return counting

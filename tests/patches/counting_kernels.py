@@ -12,8 +12,9 @@ class CountingKernels:
     """Stands for `triton_kernels`: computes in float32 and rounds once, as these do."""
 
     def __init__(self) -> None:
-        self.turns = self.gates = 0
+        self.turns = self.gates = self.norms = 0
         self.tanh: set[bool] = set()
+        self.centred: set[bool] = set()
 
     def turn(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -33,3 +34,12 @@ class CountingKernels:
         active = functional.gelu(wide, approximate="tanh") if tanh else functional.silu(wide)
         found = (active * by.float()).to(gated.dtype)
         return found if out is None else out.copy_(found)
+
+    def norm(
+        self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float, zero_centred: bool
+    ) -> torch.Tensor:
+        """As `triton_kernels.norm`."""
+        self.norms += 1
+        self.centred.add(zero_centred)
+        scale = weight.float() + (1 if zero_centred else 0)
+        return functional.rms_norm(rows.float(), weight.shape, scale, epsilon).to(rows.dtype)

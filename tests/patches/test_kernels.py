@@ -78,10 +78,10 @@ def test_those_that_compute_what_torch_does_are_taken_once(
 ) -> None:
     kernels = imported.return_value
     assert kernels_for(GPU) is kernels
-    tried = kernels.turns, kernels.gates
-    assert min(tried) > 0 and kernels.tanh == {False, True}
+    tried = kernels.turns, kernels.gates, kernels.norms
+    assert min(tried) > 0 and kernels.tanh == kernels.centred == {False, True}
     assert kernels_for(torch.device("cuda", 0)) is kernels
-    assert (kernels.turns, kernels.gates) == tried
+    assert (kernels.turns, kernels.gates, kernels.norms) == tried
     imported.assert_called_once_with("accel.patches.triton_kernels")
 
 
@@ -132,6 +132,64 @@ class WrongInHalf(CountingKernels):
         return super().turn(q, k, cos, sin if q.dtype == torch.float32 else cos)
 
 
+class WithoutItsWeight(CountingKernels):
+    def norm(self, rows: Any, weight: Any, *settings: Any) -> torch.Tensor:
+        return super().norm(rows, torch.ones_like(weight), *settings)
+
+
+class NeverCentred(CountingKernels):
+    def norm(self, rows: Any, weight: Any, epsilon: float, zero_centred: bool) -> torch.Tensor:
+        return super().norm(rows, weight, epsilon, False)
+
+
+class WithoutAnEpsilon(CountingKernels):
+    def norm(self, rows: Any, weight: Any, epsilon: float, zero_centred: bool) -> torch.Tensor:
+        return super().norm(rows, weight, 0.0, zero_centred)
+
+
+class OneRowForAll(CountingKernels):
+    def norm(self, rows: Any, *settings: Any) -> torch.Tensor:
+        return super().norm(rows[:1].expand_as(rows), *settings)
+
+
+class NormRoundedTwice(CountingKernels):
+    """Wrong enough in one precision only."""
+
+    def norm(self, rows: Any, *settings: Any) -> torch.Tensor:
+        found = super().norm(rows, *settings)
+        return found.half().to(rows.dtype) if rows.dtype == torch.float32 else found
+
+
+class WrongLater(CountingKernels):
+    """Right until a kind of launches comes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[Any] = set()
+
+    def again(self, *kind: Any) -> bool:
+        known = kind in self.seen
+        self.seen.add(kind)
+        return known
+
+
+class NormsWrongLater(WrongLater):
+    def norm(self, rows: Any, weight: Any, epsilon: float, zero_centred: bool) -> torch.Tensor:
+        found = super().norm(rows, weight, epsilon, zero_centred)
+        return found + 1 if self.again(rows.dtype, zero_centred) else found
+
+
+class TurnsWrongLater(WrongLater):
+    def turn(self, q: Any, k: Any, cos: Any, sin: Any) -> Pair:
+        found = super().turn(q, k, cos, sin)
+        return found[::-1] if self.again(q.dtype) else found
+
+
+class GatesWrongLater(WrongLater):
+    def gate(self, gated: Any, by: Any, tanh: bool) -> torch.Tensor:
+        return super().gate(gated, by, tanh ^ self.again(gated.dtype, tanh))
+
+
 class DoesNotCompile(CountingKernels):
     def gate(self, gated: Any, by: Any, tanh: bool) -> torch.Tensor:
         raise RuntimeError("Failed to find C compiler")
@@ -146,6 +204,14 @@ FAULTY = [
     NotANumber,
     Wide,
     WrongInHalf,
+    WithoutItsWeight,
+    NeverCentred,
+    WithoutAnEpsilon,
+    OneRowForAll,
+    NormRoundedTwice,
+    NormsWrongLater,
+    TurnsWrongLater,
+    GatesWrongLater,
     DoesNotCompile,
 ]
 

@@ -50,7 +50,7 @@ def test_modes_agree_bit_for_bit_and_with_the_model(
         for other in others:
             assert torch.equal(first.logits, other.logits)
             assert all(torch.equal(first.hidden(i), other.hidden(i)) for i in range(len(prompts)))
-    assert kernels.tanh == {family == "gemma3"}
+    assert kernels.tanh == kernels.centred == {family == "gemma3"}
     for runner in runners[1:]:
         report = runner.report
         assert (report.declined, report.notes) == (None, [])
@@ -69,32 +69,36 @@ def test_in_half_precision_the_error_is_that_of_bf16(
         right = own_hidden(exact, prompt)
         ours += float((result.hidden(i).float() - right).norm() / right.norm())
         own += float((own_hidden(model, prompt).float() - right).norm() / right.norm())
-    assert kernels.gates > 0 and kernels.turns > 0
+    assert min(kernels.gates, kernels.turns, kernels.norms) > 0
     assert ours <= 1.25 * own
 
 
 @pytest.mark.parametrize(
-    ("family", "fused", "expected"),
-    [("llama", True, 2), ("llama", False, 0), ("qwen3_moe", True, 0), ("phi3", True, None)],
+    ("family", "fused", "wanted"),
+    [
+        ("llama", True, (2, 2, 5)),
+        ("llama", False, (0, 0, 0)),
+        ("qwen3_moe", True, (0, 0, 9)),
+        ("phi3", True, (2, 0, 5)),
+    ],
 )
 def test_every_layer_takes_one_of_each_or_none(
     family: str,
     fused: bool,
-    expected: int | None,
+    wanted: tuple[int, int, int],
     device: torch.device,
     make: Make,
     kernels: CountingKernels,
 ) -> None:
-    """None with experts, to whom another rounding may send other tokens. Phi3 has one projection
-    for both halves of a unit, and turns like the others."""
+    """But norms, only without experts, to whom another rounding may send other tokens. Phi3 has one
+    projection for both halves of a unit, and turns like the others."""
     model, prompts = tiny_lm(family, device), prompts_of(30)
     runner = make(model, mode="eager", fused=fused)
-    kernels.turns = kernels.gates = 0
+    kernels.turns = kernels.gates = kernels.norms = 0
     runner(prompts)
-    wanted = (2, 0) if expected is None else (expected, expected)
-    assert (kernels.turns, kernels.gates) == wanted
+    assert (kernels.turns, kernels.gates, kernels.norms) == wanted
     own_hidden(model, prompts[0])
-    assert (kernels.turns, kernels.gates) == wanted
+    assert (kernels.turns, kernels.gates, kernels.norms) == wanted
 
 
 @pytest.mark.parametrize("mode", ["breakable", "full"])
@@ -103,19 +107,20 @@ def test_a_replay_calls_no_kernel_from_the_host(
 ) -> None:
     runner = make(tiny_lm("llama", device), mode=mode)
     runner(prompts_of(30))
-    before = kernels.turns, kernels.gates
+    before = kernels.turns, kernels.gates, kernels.norms
     runner(prompts_of(31, 4))
-    assert (kernels.turns, kernels.gates) == before and runner.report.replays == 2
+    assert (kernels.turns, kernels.gates, kernels.norms) == before and min(before) > 0
+    assert runner.report.replays == 2
 
 
 @pytest.mark.parametrize(
     ("family", "fused", "wanted"),
-    [("llama", True, True), ("llama", False, False), ("qwen3_moe", True, False)],
+    [("llama", True, True), ("llama", False, False), ("qwen3_moe", True, True)],
 )
 def test_kernels_that_are_used_are_asked_for_before_anything_is_recorded(
     family: str, fused: bool, wanted: bool, device: torch.device
 ) -> None:
-    """The first question compiles, and waits."""
+    """The first question compiles, and waits. With experts it is norms that ask."""
     with mock.patch.object(llm, "kernels_for") as asked:
         llm.TransformersModel(tiny_lm(family, device), fused=fused)
     assert asked.call_args_list == ([mock.call(device)] if wanted else [])

@@ -8,14 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn import functional
 
+from accel.patches.norms import _plain, _zero_centred
 from accel.patches.rotary import turned
 
 pytest.importorskip("triton")
+from accel.patches import launches
 from accel.patches import triton_kernels as kernels
 
 pytestmark = pytest.mark.gpu
@@ -222,11 +225,105 @@ def test_what_is_not_finite_is_as_torch_has_it(
     assert ours[own.isnan() & ~gated.isneginf()].isnan().all()
 
 
+def check_norm(rows: torch.Tensor, weight: torch.Tensor, centred: bool, eps: float = 1e-6) -> None:
+    """Compares rows with float64, with torch's function and with a model's two roundings."""
+    kept, size = (rows.clone(), weight.clone()), weight.shape
+    exact = functional.rms_norm(rows.double(), size, weight.double() + centred, eps)
+    once = (_zero_centred if centred else _plain)(rows, weight, eps)
+    normed = functional.rms_norm(rows.float(), size, None, eps).to(rows.dtype)
+    ours, twice = kernels.norm(rows, weight, eps, centred), (weight + centred) * normed
+    assert (ours.shape, ours.dtype) == (rows.shape, rows.dtype)
+    for own in (once, twice):
+        assert error(ours, exact) <= error(own, exact) * 1.05 + TINY, (rows.shape, centred)
+    assert torch.equal(kept[0], rows) and torch.equal(kept[1], weight)
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "centred"])
+def centred(request: Any) -> bool:
+    """Whether a weight says by how much to leave one."""
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("width", [64, 96, 128, 1000, 2560, 4096, 16384])
+def test_norms_are_no_worse_than_torchs_or_a_models(
+    width: int, centred: bool, dtype: torch.dtype, place: torch.device
+) -> None:
+    for tokens in TOKENS:
+        rows = drawn(1, tokens, width, place=place, dtype=dtype) * 2
+        check_norm(rows, drawn(width, place=place, dtype=dtype), centred)
+
+
+@pytest.mark.parametrize("unaligned", [(True, True), (True, False), (False, True)])
+def test_norms_are_right_wherever_they_lie(
+    unaligned: tuple[bool, bool], centred: bool, dtype: torch.dtype, place: torch.device
+) -> None:
+    given = (
+        (_unaligned if moved else torch.clone)(drawn(*shape, place=place, dtype=dtype))
+        for shape, moved in zip(((1, 3, 4, 128), (128,)), unaligned, strict=True)
+    )
+    check_norm(*given, centred)
+
+
+def test_rows_near_zero_depend_on_the_epsilon(centred: bool, place: torch.device) -> None:
+    *rows, weight = drawn(6, 96, place=place, dtype=torch.float32)
+    for epsilon in (1e-6, 0.25, 1, 16):
+        check_norm(torch.stack(rows) * 1e-3, weight, centred, epsilon)
+        nothing = kernels.norm(torch.zeros(5, 96, device=place), weight, epsilon, centred)
+        assert (nothing == 0).all()
+
+
+@pytest.mark.parametrize("rows", [1, 15, 17])
+@pytest.mark.parametrize("width", [96, 2560])
+def test_a_norm_ends_where_its_tensor_does(
+    width: int, rows: int, place: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies behind it in memory stays what it is, and does not count."""
+    x, weight = drawn(2, rows, width, place=place, dtype=torch.float32)
+    room = torch.full((rows * width + 4 * kernels.HELD,), 7.0, device=place)
+    monkeypatch.setattr(torch, "empty_like", lambda x: room[: x.numel()].view(x.shape))
+    kernels.norm(x, weight[0], 1e-6, False)
+    monkeypatch.undo()
+    wanted = functional.rms_norm(x, (width,), weight[0], 1e-6)
+    torch.testing.assert_close(room[: x.numel()].view(x.shape), wanted)
+    assert (room[x.numel() :] == 7).all()
+
+
+def test_norms_of_what_is_not_finite_are_as_torch_has_them(
+    centred: bool, dtype: torch.dtype, place: torch.device
+) -> None:
+    inf, nan = float("inf"), float("nan")
+    rows, weight = (drawn(*shape, place=place, dtype=dtype) for shape in ((7, 40), (40,)))
+    rows[:5, 3] = torch.tensor([nan, inf, -inf, torch.finfo(dtype).max, -0.0])
+    rows[6] = inf
+    for at in (None, nan, inf, -inf):
+        weight[5] = 1.0 if at is None else at
+        own = (_zero_centred if centred else _plain)(rows, weight, 1e-6)
+        ours = kernels.norm(rows, weight, 1e-6, centred)
+        torch.testing.assert_close(ours, own, equal_nan=True)
+
+
+def test_rows_that_lie_far_away_are_found(cuda: torch.device) -> None:
+    """Beyond what 32 bits count."""
+    if torch.cuda.mem_get_info(cuda)[0] < 2**34:
+        pytest.skip("needs 16 GiB")
+    last, weight = drawn(6, 4096, place=cuda, dtype=torch.float16).split([5, 1])
+    rows = torch.zeros(2**31 // 4096 + 3, 4096, dtype=torch.float16, device=cuda)
+    rows[-5:], weight = last, weight[0]
+    found = kernels.norm(rows, weight, 1e-6, False)
+    torch.testing.assert_close(found[-5:], functional.rms_norm(last, (4096,), weight, 1e-6))
+    assert (found[:-5] == 0).all()
+    del rows, found
+    torch.cuda.empty_cache()
+
+
 def test_no_tokens_are_no_work(place: torch.device) -> None:
     q, k = (torch.empty(1, n, 0, 8, device=place) for n in (4, 2))
     angles = torch.empty(1, 0, 8, device=place)
     assert [x.shape for x in kernels.turn(q, k, angles, angles)] == [q.shape, k.shape]
     assert kernels.gate(angles, angles, False).shape == angles.shape
+    for nothing in (angles, angles.transpose(1, 2)):  # no rows, and empty ones
+        weight = torch.ones(nothing.shape[-1], device=place)
+        assert kernels.norm(nothing, weight, 1e-6, False).shape == nothing.shape
 
 
 def test_captured_they_compute_anew_in_every_replay(dtype: torch.dtype, cuda: torch.device) -> None:
@@ -237,7 +334,8 @@ def test_captured_they_compute_anew_in_every_replay(dtype: torch.dtype, cuda: to
 
     def run(q: Any, k: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, ...]:
         turns = kernels.turn(q, k, cos, sin)
-        return *turns, *(kernels.gate(cos, sin, tanh) for tanh in (False, True))
+        norms = (kernels.norm(cos, sin[0, 0], 1e-6, centred) for centred in (False, True))
+        return *turns, *norms, *(kernels.gate(cos, sin, tanh) for tanh in (False, True))
 
     static = given(0)
     run(*static)
@@ -258,9 +356,11 @@ def test_on_another_gpu_they_run_there(cuda: torch.device) -> None:
         pytest.skip("one GPU")
     other = torch.device("cuda", 1)
     with torch.cuda.device(0):
-        check_turn((8, 2, 64), 17, other, torch.bfloat16)
-        gated, by = (drawn(1, 5, 1000, place=other, dtype=torch.bfloat16, seed=n) for n in (1, 2))
-        check_gate(gated, by, False)
+        for place in (other, cuda, other):
+            check_turn((8, 2, 64), 17, place, torch.bfloat16)
+            gated, by = drawn(2, 1, 5, 1000, place=place, dtype=torch.bfloat16)
+            check_norm(gated, by[0, 0].clone(), False)
+            check_gate(gated, by, False)
         assert torch.cuda.current_device() == 0
 
 
@@ -272,3 +372,28 @@ def test_of_tensors_without_memory_shapes_are_told() -> None:
     assert (turned_q.shape, turned_k.shape) == (q.shape, k.shape)
     assert kernels.gate(q, q, tanh=False).shape == q.shape
     assert kernels.gate(q, q, tanh=False, out=q) is q
+    assert kernels.norm(q, q[0, 0, 0], 1e-6, True).shape == q.shape
+
+
+def test_later_launches_go_past_triton_and_compute_the_same(
+    dtype: torch.dtype, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for other kinds of arguments."""
+
+    def check(tokens: int) -> None:
+        rows = drawn(1, tokens, 96, place=cuda, dtype=dtype, seed=tokens)
+        check_turn((4, 2, 96), tokens, cuda, dtype)
+        check_norm(rows, drawn(96, place=cuda, dtype=dtype), False)
+        check_gate(rows, drawn(1, tokens, 96, place=cuda, dtype=dtype), False)
+
+    monkeypatch.setattr(launches, "_compiled", {})
+    for tokens in (17, 32):
+        check(tokens)
+    for kernel in (kernels._turn, kernels._norm, kernels._gate):
+        monkeypatch.setattr(kernel, "run", mock.Mock(side_effect=RuntimeError("Triton's way")))
+    for tokens in (19, 17, 48, 1027):
+        check(tokens)
+    odd = _unaligned(drawn(3, 96, place=cuda, dtype=dtype))
+    for rows in (odd, odd.double()):
+        with pytest.raises(RuntimeError, match="Triton's way"):
+            kernels.norm(rows, rows[0].clone(), 1e-6, False)
