@@ -81,9 +81,11 @@ class Graphs:
             self._capture(bucket, paged)
             if progress is not None:
                 progress(done + 1, len(kinds), bucket)
+        self._clear_the_ground()
 
     def _clear_the_ground(self) -> None:
-        """What eager passes left in the allocator's hands, graphs cannot take."""
+        """What eager passes left in the allocator's hands, graphs cannot take; what capturing left
+        there (FlashInfer makes 8 MiB for each graph, and 20 are held for it), nobody needs."""
         self.pool.backend.empty_cache()
 
     @property
