@@ -32,7 +32,7 @@ def misalignment(x: torch.Tensor, backend: Backend) -> int:
     (0, 4)
     """
     off = backend.address(x) % ALIGNMENT
-    return off if off and not x.is_cpu and distinct(x).numel() > 1 else 0
+    return off if off and not x.is_cpu and x.numel() > 1 and distinct(x).numel() > 1 else 0
 
 
 def distinct(x: torch.Tensor) -> torch.Tensor:

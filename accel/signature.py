@@ -6,9 +6,11 @@ values) and how a call's tensors are copied into the runner's own. Does not know
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import enum
+import functools
 import itertools
 import operator
 import types
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accel.backend import Backend
-from accel.layout import bytes_of, distinct, like_in_memory, misalignment, overlaps
+from accel.layout import ALIGNMENT, bytes_of, distinct, like_in_memory, misalignment, overlaps
 
 SMALL_HOST_TENSOR = 64
 """Elements: up to here a host tensor is part of the key by value."""
@@ -26,10 +28,10 @@ SMALL_HOST_TENSOR = 64
 _OF_PYTHON = (types.NoneType, bool, int, float, complex, str, bytes, range, types.EllipsisType)
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _VALUES = (*_OF_PYTHON, *_OF_TORCH, enum.Enum)
-_LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, types.NoneType, bool, int, float, str))
+_PLAIN = frozenset((types.NoneType, bool, int, str))
+_LEAVES = _PLAIN | {torch.Tensor, torch.nn.Parameter, float}
 """Common types that are no containers, told at a glance."""
 
-_NONE = object()
 Place = tuple[Any, ...]
 """Where in a tree: the names and numbers on the way there."""
 
@@ -47,8 +49,7 @@ class Signature(NamedTuple):
     """What the recorded work depends on in a call's arguments.
 
     `shapes` holds the tree and the tensors' metadata, `values` the plain values in tree order;
-    these two are the key. `tensors` are the tensor leaves, each object once, `places` says which
-    node of the tree each of the values is.
+    these two are the key. `tensors` are the tensor leaves, each object once.
 
     >>> call = (1,), {"scale": 2.0}
     >>> key = signature(call, backend)
@@ -59,7 +60,12 @@ class Signature(NamedTuple):
     shapes: tuple[Any, ...]
     values: tuple[Any, ...]
     tensors: list[torch.Tensor]
-    places: list[int]
+
+    @property
+    def places(self) -> list[int]:
+        """Which node of the tree each of the values is: a plain one, or a tensor on the host."""
+        found = enumerate(self.shapes)
+        return [n for n, x in found if x is None or (isinstance(x, tuple) and x[0] == "cpu")]
 
 
 def signature(call: Any, backend: Backend) -> Signature:
@@ -72,14 +78,20 @@ def signature(call: Any, backend: Backend) -> Signature:
     shapes: list[Any] = []
     values: list[Any] = []
     tensors: list[torch.Tensor] = []
-    places: list[int] = []
     seen: dict[int, int] = {}  # lists and dicts by their node's number, tensors by their own
     ahead = [call]
     while ahead:  # `nodes`, written out: a launch waits for this, and finds caches cold
         x = ahead.pop()
         kind = type(x)
-        container = None if kind in _LEAVES else opened(x)
-        if container is not None:
+        if kind in _PLAIN:  # most of what is no tensor
+            shapes.append(None)
+            values.append((kind, x))
+        elif kind is tuple or kind is dict or kind is list:  # the common ones, without `opened`
+            first = None if kind is tuple else seen.setdefault(id(x), len(shapes))
+            names, children = ((*x,), x.values()) if kind is dict else (len(x), x)
+            shapes.append((kind, names, first))
+            ahead.extend(reversed(children))
+        elif kind not in _LEAVES and (container := opened(x)) is not None:
             if (own := getattr(x, "__dict__", None)) and (name := _unseen(own, container)):
                 what = f"{argument_name(call, len(shapes))}, a {kind.__name__},"
                 raise Uncapturable(f"{what} carries {name!r} beside what is in it")
@@ -92,19 +104,17 @@ def signature(call: Any, backend: Backend) -> Signature:
             seen[id(x)] = len(tensors)
             tensors.append(x)
             shapes.append(_metadata(x, backend))
-            if x.is_cpu:
+            if shapes[-1][0] == "cpu":
                 values.append(host_bytes(x))
-                places.append(len(shapes) - 1)
         elif isinstance(x, torch.Generator):
             shapes.append(kind)  # a recording that draws from one is refused
         elif isinstance(x, _VALUES):
             values.append((kind, repr(x) if isinstance(x, (float, complex)) else x))  # 0.0 == -0.0
-            places.append(len(shapes))
             shapes.append(None)
         else:
             what = f"{argument_name(call, len(shapes))} is a {kind.__name__}"
             raise Uncapturable(f"{what}, whose contents may change")
-    return Signature(tuple(shapes), tuple(values), tensors, places)
+    return Signature(tuple(shapes), tuple(values), tensors)
 
 
 def _unseen(own: dict[str, Any], container: Container) -> str | None:
@@ -156,18 +166,13 @@ def opened(x: Any) -> Container | None:
         names = tuple(x)
         return Container(tuple(x.values()), names, lambda c: _like(x, operator.setitem, names, c))
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        found = {f.name: y for f in dataclasses.fields(x) if (y := _field(x, f.name)) is not _NONE}
+        found = {}
+        for field in dataclasses.fields(x):
+            with contextlib.suppress(Exception):  # some refuse to tell
+                found[field.name] = getattr(x, field.name)
         names, children = tuple(found), list(found.values())
         return Container(children, names, lambda c: _like(x, object.__setattr__, names, c))
     return None
-
-
-def _field(x: Any, name: str) -> Any:
-    """What a dataclass holds there; `_NONE` if nothing, or if it refuses to say."""
-    try:
-        return getattr(x, name)
-    except Exception:
-        return _NONE
 
 
 def _like(x: Any, put: Callable[..., None], names: Sequence[Any], children: list[Any]) -> Any:
@@ -251,14 +256,19 @@ def host_bytes(x: torch.Tensor) -> tuple[int, ...]:
 def _metadata(x: torch.Tensor, backend: Backend) -> tuple[Any, ...]:
     if type(x) not in backend.tensor_types:
         raise Uncapturable(f"an argument is a {type(x).__name__}, not a plain tensor")
-    if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+    dtype, device = x.dtype, x.device
+    if x.layout is not torch.strided or (dtype.is_complex and x.is_conj()) or x.is_neg():
         raise Uncapturable("an argument is a sparse, conjugated or negated view")
     if x.__dict__:
         raise Uncapturable(f"an argument is a tensor that carries {next(iter(x.__dict__))!r}")
-    device = x.device
-    if device.type not in (backend.device_type, "cpu"):
+    if (where := _type(device)) not in (backend.device_type, "cpu"):
         raise Uncapturable(f"an argument is on {device}")
-    return (x.shape, x.stride(), x.dtype, device, x.requires_grad, misalignment(x, backend))
+    off = backend.address(x) % ALIGNMENT and misalignment(x, backend)
+    return (where, device, x.shape, x.stride(), dtype, x.requires_grad, off)
+
+
+_type = functools.cache(operator.attrgetter("type"))
+"""A device's: torch makes the text anew each time."""
 
 
 class StaticInputs:
@@ -278,13 +288,13 @@ class StaticInputs:
         if any(overlaps(distinct(x)) for x in tensors):
             raise Uncapturable("an argument is a tensor whose elements overlap in memory")
         self.tensors = [like_in_memory(x, backend).requires_grad_(x.requires_grad) for x in tensors]
-        alike: dict[torch.dtype, list[int]] = {}
+        self._alike: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
+        self._repeats = any(0 in x.stride() for x in tensors)
         for i, x in enumerate(self.tensors):
             if not x.is_cpu and x.numel():  # host tensors stay: their values are part of the key
-                alike.setdefault(x.dtype, []).append(i)
-        self._groups = [
-            (g, [distinct(self.tensors[i]).detach() for i in g]) for g in alike.values()
-        ]
+                numbers, targets = self._alike.setdefault(x.dtype, ([], []))
+                numbers.append(i)
+                targets.append(distinct(x).detach())
         for target, source in zip(self.tensors, tensors, strict=True):
             distinct(target.detach()).copy_(distinct(source))
         self.storages = {backend.storage(x).data_ptr(): i for i, x in enumerate(self.tensors)}
@@ -294,10 +304,10 @@ class StaticInputs:
         one dtype by one kernel, others one by one. Past autograd, whose layers are a fifth of the
         time that this takes the host when caches are cold: the device waits for it."""
         with torch._C._AutoDispatchBelowAutograd():
-            for group, targets in self._groups:
-                ours = zip(map(tensors.__getitem__, group), targets, strict=True)
-                sources = [x if x.shape == target.shape else distinct(x) for x, target in ours]
-                torch._foreach_copy_(targets, sources)
+            for numbers, targets in self._alike.values():
+                theirs = map(tensors.__getitem__, numbers)
+                sources = map(distinct, theirs) if self._repeats else theirs
+                torch._foreach_copy_(targets, list(sources))
 
     def substitute(self, call: Any, tensors: list[torch.Tensor]) -> Any:
         """`call` with each tensor replaced by its static copy, all containers new."""
@@ -352,11 +362,9 @@ class Edits:
 
 def _containers(x: Any) -> list[Any]:
     """In order. A list or dict that is there twice counts once: `signature` tells it, too."""
-    seen: dict[Any, Any] = {}
-    for _, node, container in nodes(x):
-        if container is not None:
-            seen.setdefault(id(node) if isinstance(node, (list, dict)) else object(), node)
-    return list(seen.values())
+    found = (node for _, node, container in nodes(x) if container is not None)
+    once = {id(box) if isinstance(box, (list, dict)) else object(): box for box in found}
+    return list(once.values())
 
 
 def _contents(x: Any) -> list[Any]:
@@ -371,6 +379,4 @@ def identities(box: Any) -> list[Any]:
     >>> one == other, identities(one) == identities(other), identities(one) == identities(one[:])
     (True, False, True)
     """
-    if isinstance(box, dict):
-        return [(name, id(x)) for name, x in box.items()]
-    return [id(x) for x in box]
+    return [(n, id(x)) for n, x in box.items()] if isinstance(box, dict) else [id(x) for x in box]

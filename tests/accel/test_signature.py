@@ -59,6 +59,7 @@ def key(call: Any, backend: Backend) -> tuple[Any, Any]:
 SAME: dict[str, Callable[[Tensor], tuple[Any, Any]]] = {
     "other values": lambda x: (x, x * 2),
     "timesteps at other places": lambda x: (x[0, 1], x[1, 2]),
+    "one timestep for all, at other places": lambda x: (x[0, 1].expand(4), x[1, 2].expand(4)),
     "equal containers": lambda x: ({"a": [x, 1]}, {"a": [x + 1, 1]}),
     "equal slices": lambda x: (slice(0, 2), slice(0, 2)),
     "equal small host tensors": lambda x: (torch.ones(2), torch.ones(2)),
@@ -147,6 +148,11 @@ def test_keywords_are_named(x: Tensor, backend: Backend) -> None:
     made = signature(call, backend)
     names = [argument_name(call, place) for place in made.places]
     assert names == ["argument [1]", "scale", "extra.steps"]
+    call = (x, [torch.ones(2), x], {"cpu": 4.5}), {"torch.device": torch.device("cpu")}
+    made = signature(call, backend)
+    names = [argument_name(call, place) for place in made.places]
+    assert names == ["argument [1][0]", "argument [2].cpu", "torch.device"]
+    assert len(made.values) == 3
 
 
 def test_tensors_are_collected_once_each(x: Tensor, backend: Backend) -> None:
@@ -229,6 +235,13 @@ class TestStaticInputs:
         x.zero_()
         assert_same(static.tensors[0], before)
         assert static.tensors[1].stride() == (0, 1)
+
+    def test_repetitions_are_copied_once_and_stay(self, x: Tensor, backend: Backend) -> None:
+        static = StaticInputs([x, x[0].expand(3, 4), x.double()], backend)
+        static.fill([x + 1, (x[1] + 2).expand(3, 4), x.double() * 3])
+        assert_same(static.tensors[0], x + 1)
+        assert_same(static.tensors[1], (x[1] + 2).expand(3, 4))
+        assert_same(static.tensors[2], x.double() * 3)
 
     def test_substitution_leaves_the_call_alone(self, x: Tensor, backend: Backend) -> None:
         call = (([x], 1), {"y": x})
