@@ -92,8 +92,9 @@ class Entry:
     def drop_stale(self, version: int) -> bool:
         """Drops recordings whose weights moved since that version, or whose outside tensors the
         model has replaced. Whether there were any."""
-        found = [(variant, variant.held.stale()) for variant in self.variants]
-        stale = [(v, replaced) for v, replaced in found if replaced or v.state[0] != version]
+        stale = [(v, r) for v in self.variants if (r := v.held.stale()) or v.state[0] != version]
+        if not stale:
+            return False
         for variant, replaced in stale:
             self.report.changes[replaced or WEIGHTS_MOVED] += 1
             self.drop(variant)
@@ -103,9 +104,9 @@ class Entry:
             self.stale_turns += 1
             if self.stale_turns > 2:
                 self.decline(replaced)
-        elif stale:
+        else:
             self.decline_if_fruitless(2, "the weights move at every call")
-        return bool(stale)
+        return True
 
     def add(self, variant: Recorded) -> None:
         """Takes in a recording, the likeliest to fit next; the least used one goes for it."""

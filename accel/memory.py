@@ -167,14 +167,23 @@ class Pool:
     def use(self) -> Iterator[None]:
         """Exclusive use: the pool's earlier work comes before what the caller's stream gets now."""
         with self.lock:
-            stream = self.backend.current_stream(self.device)
-            if self._last_use is not None and stream != self._last_stream:
-                self.backend.wait_event(stream, self._last_use)
+            stream = self.begin_use()
             try:
                 yield
             finally:
-                self._last_use = self.backend.record_event(stream)
-                self._last_stream = stream
+                self.end_use(stream)
+
+    def begin_use(self) -> Any:
+        """As `use`, for who holds the lock; what it returns is for `end_use`. A launch waits for
+        this, and a context of Python's own is five calls more."""
+        stream = self.backend.current_stream(self.device)
+        if self._last_use is not None and stream != self._last_stream:
+            self.backend.wait_event(stream, self._last_use)
+        return stream
+
+    def end_use(self, stream: Any) -> None:
+        """The pool's next work comes after what `stream` has got."""
+        self._last_use, self._last_stream = self.backend.record_event(stream), stream
 
     @contextlib.contextmanager
     def upload(self) -> Iterator[None]:

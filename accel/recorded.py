@@ -95,16 +95,20 @@ class Recorded:
         """The call's result for `tensors`. Raises `GuardMiss`; the generator is then put back."""
         pool = self.graph.pool
         before = pool.backend.rng_state(pool.device) if self.uses_random else None
-        with pool.use():
-            self._static.fill(tensors)
+        with pool.lock:
+            stream = pool.begin_use()
             try:
-                self.graph.run()
-            except BaseException:
-                if before is not None:
-                    pool.backend.set_rng_state(pool.device, before)
-                raise
-            self.report.replays += 1
-            return self._results.give(tensors)
+                self._static.fill(tensors)
+                try:
+                    self.graph.run()
+                except BaseException:
+                    if before is not None:
+                        pool.backend.set_rng_state(pool.device, before)
+                    raise
+                self.report.replays += 1
+                return self._results.give(tensors)
+            finally:
+                pool.end_use(stream)
 
     def discard(self) -> None:
         """Lets go of the graph and of the memory that it holds."""

@@ -11,7 +11,7 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 from unittest import mock
 
@@ -34,7 +34,21 @@ PROBED_FIRST = 16
 """Replays before which the state is checked, not after, once it was seen to change."""
 FIRST_OF_SIGNATURE = "first call of this signature"
 
-_thread = threading.local()
+
+class _Inside(threading.local):
+    """While open, runners that this thread calls are the plain forward: within a recording or a
+    replay."""
+
+    now = False
+
+    def __enter__(self) -> None:
+        self.now = True
+
+    def __exit__(self, *error: object) -> None:
+        self.now = False
+
+
+_inside = _Inside()
 _uses = itertools.count()
 """Numbers that grow with every call, to tell who was used last."""
 
@@ -88,14 +102,17 @@ class GraphRunner:
         call = (args, kwargs)
         try:
             key = signature(call, self._backend)
-            self._check(key)
-            entry = self._entry(key, call)
+            entry = self.entries.get(key[:2])
+            self._check(key, entry is None)
+            if entry is None:
+                entry = self._new_entry(key, call)
         except Uncapturable as uncapturable:
             return self._eager(str(uncapturable), call)
         with self.pool.lock:
-            self.pool.relieve()
+            if self.pool.short:
+                self.pool.relieve()
             entry.last_use = next(_uses)
-            reason = self._reason_for_eager(entry)
+            reason = None if entry.variants else self._reason_for_eager(entry)
             if reason is None:
                 return self._replay_or_record(entry, key, call)
         if reason != FIRST_OF_SIGNATURE or self.capture == "always":
@@ -117,7 +134,7 @@ class GraphRunner:
     def _transparent(self) -> bool:
         """Whether someone else watches or records this call: then it is the plain forward."""
         return bool(
-            getattr(_thread, "inside", False)
+            _inside.now
             or torch._C._len_torch_dispatch_stack()
             or (torch._C._len_torch_function_stack() and _foreign_function_mode())
             or torch.compiler.is_compiling()
@@ -126,22 +143,21 @@ class GraphRunner:
             or self._backend.is_capturing()
         )
 
-    def _check(self, key: Signature) -> None:
+    def _check(self, key: Signature, is_new: bool) -> None:
+        """Raises `Uncapturable` for what else a call may not be. Devices are part of the key."""
         self._guard.check_alive()  # or a tensor in a dead weight's place would pass for that weight
+        storage, weights = self._backend.storage, self._guard.storages
         for x in key.tensors:
-            if not x.is_cpu and x.device != self.pool.device:
+            if is_new and not x.is_cpu and x.device != self.pool.device:
                 raise Uncapturable(f"an argument is on {x.device}, not on {self.pool.device}")
-            if self._backend.storage(x).data_ptr() in self._guard.storages:
+            if storage(x).data_ptr() in weights:
                 raise Uncapturable("an argument shares memory with a weight or buffer")
         if torch.is_grad_enabled() and (
             any(x.requires_grad for x in key.tensors) or self._guard.requires_grad()
         ):
             raise Uncapturable("gradients are enabled: call under torch.no_grad()")
 
-    def _entry(self, key: Signature, call: Any) -> Entry:
-        known = self.entries.get(key[:2])
-        if known is not None:
-            return known
+    def _new_entry(self, key: Signature, call: Any) -> Entry:
         with self.pool.lock:
             seen = self._values.setdefault(key.shapes, [set() for _ in key.values])
             for values, value, place in zip(seen, key.values, key.places, strict=True):
@@ -153,10 +169,8 @@ class GraphRunner:
             return self.entries.setdefault(key[:2], Entry(self.report))
 
     def _reason_for_eager(self, entry: Entry) -> str | None:
-        """Why this call runs eagerly; None if it may be replayed or recorded."""
+        """Why a call that has no recording runs eagerly; None if it may be recorded."""
         self._calls += 1
-        if entry.variants:
-            return None
         if entry.barred:
             entry.barred -= 1
             return entry.barred_for
@@ -256,7 +270,7 @@ class GraphRunner:
         self._probe_first -= self._probe_first > 0
         if before:
             self._check_state(variant)
-        with _inside():
+        with _inside:
             if entry.on_trial:
                 result, seconds, *_ = self._timed(lambda: variant.replay(key.tensors))
                 entry.judge_replay(seconds)
@@ -295,7 +309,7 @@ class GraphRunner:
             return "the forward changes its own state" if changes else self._guard.opaque
 
         try:
-            with _inside(), contextlib.ExitStack() as undo:
+            with _inside, contextlib.ExitStack() as undo:
                 undo.callback(self._remember())
                 recorded = Recorded(self._broken, call, key, pool, self._guard, objection)
                 undo.pop_all()
@@ -360,16 +374,6 @@ def _failure(error: Exception) -> str:
         return str(error)
     first_line = next(iter(str(error).splitlines()), "")
     return f"recording failed: {type(error).__name__}: {first_line}"
-
-
-@contextlib.contextmanager
-def _inside() -> Iterator[None]:
-    """Runners called within a recording or a replay are the plain forward."""
-    _thread.inside = True
-    try:
-        yield
-    finally:
-        _thread.inside = False
 
 
 def _keep_within_limit(pool: Pool) -> None:

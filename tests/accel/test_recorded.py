@@ -44,6 +44,19 @@ def test_the_first_result_is_the_calls(record: Any, x: Tensor) -> None:
     assert not recorded.commits
 
 
+def test_a_replay_on_another_stream_waits_for_the_last_one(sim: torch.device) -> None:
+    pool, x = Pool(sim), torch.ones(2, device=sim)
+    guard, call = WeightGuard(None, pool.backend), ((x,), {})
+    recorded = Recorded(lambda x: x * 2, call, signature(call, pool.backend), pool, guard)
+    first, second = pool.backend.new_stream(sim), pool.backend.new_stream(sim)
+    with pool.backend.on_stream(first):
+        first.time = 5.0
+        recorded.replay([x])
+    with pool.backend.on_stream(second):
+        recorded.replay([x])
+    assert second.time > first.time > 5.0
+
+
 def test_writes_and_randomness_commit(record: Any, x: Tensor) -> None:
     outside = torch.zeros_like(x)
     assert record(lambda x: outside.add_(x) * 1, x).commits

@@ -109,6 +109,15 @@ class TestWhen:
         assert watched.report.captures == 0
         assert watched.report.eager_calls == 4
 
+    def test_arguments_on_a_device_of_the_pools_kind_that_is_not_its_own(
+        self, sim: torch.device
+    ) -> None:
+        watched = GraphRunner(double, pool=Pool(sim), capture="always")
+        watched.pool.device = torch.device(sim.type, 1)
+        for _ in range(4):
+            assert watched(torch.ones(2, device=sim)).tolist() == [2.0, 2.0]
+        assert watched.report.reasons == {f"an argument is on {sim}, not on {sim.type}:1": 4}
+
     def test_forgotten_graphs_are_made_again(self, runner: MakeRunner, x: Tensor) -> None:
         watched = ready(runner(double), x)
         watched.forget_graphs()
