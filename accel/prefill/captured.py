@@ -8,19 +8,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from accel.graph import OURS, WEIGHT, BreakableGraph, as_break, capture
+from accel.graph import OURS, WEIGHT, BreakableGraph, as_break, capture, current_recording
 from accel.memory import Pool
 from accel.prefill.attention import Attention, Unsupported
 from accel.prefill.batch import Batch, Buffers, Request, pack
-from accel.prefill.packed_body import Attending, PackedBody, packed_mask
+from accel.prefill.packed_body import Attending, PackedBody, Run, packed_mask
 
 ALWAYS_LAUNCHABLE = 1024
-"""Rows up to which breakable graphs are ready for launch. Of larger ones a layer keeps the device
-busy for longer than the host takes to make the next layer's segment launchable, some 0.1 ms."""
+"""Rows up to which graphs are ready for launch. Of larger ones a layer keeps the device busy for
+longer than the host takes to make the next layer's segment launchable, some 0.1 ms."""
+LAYERS_A_SEGMENT = 4
+"""Of full graphs that are larger, which nothing else cuts."""
 
 
 class Captured(Protocol):
@@ -155,7 +157,8 @@ class BreakableBody:
 
 
 class FullBody:
-    """One graph, attention and all: slots, pages and rows have addresses that were captured.
+    """One graph, attention and all: slots, pages and rows have addresses that were captured. In one
+    segment, or in several that are made launchable while the device runs those before.
 
     Captured with the largest batch there can be, all of it in the cache's dummy page. Those that it
     runs have `fewest` tokens or more.
@@ -173,7 +176,7 @@ class FullBody:
         if body.groups:
             room = body.room(bucket, static=True, paged=paged)
             self._attention = body.backend.attention(room)
-        self.graph = BreakableGraph(ground.pool)
+        self.graph = BreakableGraph(ground.pool, rests=self._may_rest(ground))
         batch = self._load([self._largest()])
         batch.positions.zero_()
         with _on_all_ranks(body, ground, self.graph, self._buffers):
@@ -181,6 +184,11 @@ class FullBody:
         self.output = ground.pool.backend.alias(hidden[0])
         if not pages:
             ground.share(self._buffers)
+
+    def _may_rest(self, ground: Ground) -> bool:
+        """Whether it is large enough, and can be cut: not in the middle of ranks' work."""
+        whole = self._attention is None or self._body.model.ranks > 1 or not ground.pool.may_cut
+        return self.bucket > ALWAYS_LAUNCHABLE and not whole
 
     def _largest(self) -> Request:
         cache, ids = self._body.cache, (0,) * self.bucket
@@ -194,7 +202,7 @@ class FullBody:
         if self._attention is None:
             return model.masked_body(batch.ids, batch.positions, packed_mask(batch))
         run = self._body.attend_in_graph(batch, self._attention, self._fewest)
-        attending = Attending(self._body.groups, run)
+        attending = Attending(self._body.groups, _cutting(run) if self.graph.rests else run)
         hidden = model.body(batch.ids, batch.positions, attending)
         if attending.layers != len(self._body.groups):
             raise Unsupported(f"{attending.layers} of {len(self._body.groups)} layers attended")
@@ -227,3 +235,15 @@ class FullBody:
         """Batch tensors and what attention holds for this graph."""
         own = self._attention.workspace_bytes if self._attention else 0
         return own + self._buffers.nbytes
+
+
+def _cutting(run: Run) -> Run:
+    """`run`, in a new segment every few layers."""
+
+    def attend(index: int, *tensors: Any) -> None:
+        recording = current_recording()
+        if recording is not None and index and index % LAYERS_A_SEGMENT == 0:
+            recording.cut()
+        run(index, *tensors)
+
+    return attend

@@ -11,6 +11,7 @@ import torch
 
 from accel.breaks import Break
 from accel.graph import current_recording
+from accel.prefill import captured
 from accel.prefill.runner import PrefillRunner
 from tests.accel.common import scribble
 from tests.accel.prefill.tiny import TinyModel, prompts_of
@@ -239,28 +240,47 @@ def test_the_pool_needs_no_more_than_the_largest_bucket(tiny: TinyModel, make: M
     assert runner.report.pool_bytes == sum(b.pool_bytes for b in runner.report.buckets)
 
 
-def test_of_large_breakable_graphs_one_is_ready_for_launch(tiny: TinyModel, make: Make) -> None:
-    """The driver takes memory for each segment that is."""
+@pytest.mark.parametrize("mode", ["breakable", "full"])
+def test_of_large_graphs_one_is_ready_for_launch(
+    mode: str, tiny: TinyModel, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver takes memory for each segment that is. Full graphs are cut for it."""
+    monkeypatch.setattr(captured, "LAYERS_A_SEGMENT", 1)
     sizes = 64, 1152, 1536, 2048
-    runner = make(tiny, buckets=sizes, max_tokens=2048, attention="reference").capture()
+    runner = make(tiny, mode=mode, buckets=sizes, max_tokens=2048).capture()
     assert [bucket for bucket, ready in launchable(runner).items() if ready] == [64]
     for lengths, bucket in (((500, 500, 60), 1152), ((500, 500, 500), 1536), ((30,), 1536)):
         assert agrees(runner, tiny, prompts_of(*lengths))
         assert [n for n, ready in launchable(runner).items() if ready] == [bucket, 64]
     assert runner.report.eager_passes == 0 and runner.report.captures == 4
+    assert {(b.segments, b.breaks) for b in runner.report.buckets} == (
+        {(3, 2)} if mode == "breakable" else {(2, 0), (1, 0)}
+    )
+
+
+def test_large_full_graphs_are_whole_where_nothing_can_be_cut(
+    tiny: TinyModel, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured, "LAYERS_A_SEGMENT", 1)
+    runner = make(tiny, mode="full", buckets=(1152,), max_tokens=1152)
+    assert runner._pool is not None
+    runner._pool.may_cut = False
+    runner.capture()
+    assert {(b.segments, b.breaks) for b in runner.report.buckets} == {(1, 0)}
+    assert list(launchable(runner).values()) == [True]
 
 
 def launchable(runner: PrefillRunner) -> dict[int, bool]:
     """By bucket, whether all segments are ready for launch; they are, or none."""
     assert runner._graphs is not None
     found = {}
-    for captured in runner._graphs._captured.values():
-        segments = [step for step in captured.graph.steps if not isinstance(step, Break)]
+    for body in runner._graphs._captured.values():
+        segments = [step for step in body.graph.steps if not isinstance(step, Break)]
         ready = {
             s.launchable if hasattr(s, "launchable") else getattr(s, "_launchable", s) is not None
             for s in segments
         }
-        [found[captured.bucket]] = ready
+        [found[body.bucket]] = ready
     return found
 
 
