@@ -15,8 +15,8 @@ ROUNDED = 512
 """Bytes that a block is a multiple of."""
 WORTH = 10 * 2**20
 """Bytes from which on a piece is worth while: the allocator takes smaller ones as 20 MiB."""
-STEPS, MOST, SLACK = 64, 2, 32
-"""Pieces grow by a 64th of what is alive at the peak, up to twice as much. A 32nd of the last one
+STEPS, MOST, SLACK = 128, 2, 32
+"""Pieces grow by a 128th of what is alive at the peak, up to twice as much. A 32nd of the last one
 comes in addition, for what ops need while they run."""
 DISTINCT = 8
 """Sizes, of the largest, that a piece may be made for."""
