@@ -13,8 +13,9 @@ SMALL = 2**20
 """Bytes of a tensor up to which others are none of its neighbours."""
 ROUNDED = 512
 """Bytes that a block is a multiple of."""
-WORTH = 10 * 2**20
-"""Bytes from which on a piece is worth while: the allocator takes smaller ones as 20 MiB."""
+WORTH, UNIT = 10 * 2**20, 2 * 2**20
+"""Bytes from which on a piece is worth while, as the allocator takes smaller ones as 20 MiB; and of
+which it takes whole numbers."""
 STEPS, MOST, SLACK = 128, 2, 32
 """Pieces grow by a 128th of what is alive at the peak, up to twice as much. A 32nd of the last one
 comes in addition, for what ops need while they run."""
@@ -52,7 +53,7 @@ def pieces(*passes: Sequence[Event]) -> list[int]:
 
     >>> mib, events = 2**20, [(0, 4 << 20), (1, 2 << 20), (0, -1), (2, 3 << 20)]
     >>> pieces([(n, 8 * size if size > 0 else size) for n, size in events])
-    [51904512]
+    [52428800]
     """
     large = [_large(events) for events in passes]
     least = peak(large[0])
@@ -60,10 +61,15 @@ def pieces(*passes: Sequence[Event]) -> list[int]:
         for first in _beginnings(large[0]):
             rest = total - sum(first)
             if rest >= WORTH or (rest >= 0 and not first):
-                found = [*first, rest + rest // SLACK]
+                found = [_taken_as(size) for size in (*first, rest + rest // SLACK)]
                 if all(fit(events, found) for events in large):
                     return found
-    return [least + least // SLACK]
+    return [_taken_as(least + least // SLACK)]
+
+
+def _taken_as(nbytes: int) -> int:
+    """What the allocator takes for a piece."""
+    return -(-nbytes // UNIT) * UNIT
 
 
 def _large(events: Sequence[Event]) -> list[Event]:

@@ -117,7 +117,7 @@ def plan_for(
     small, large = _lives(body, few), _lives(body, many)
     slope = max(0, peak(large) - peak(small)) / max(1, many - few)
     activations = round(peak(large) + slope * (ladder.largest - many))
-    rows = [n / many for n in reversed(ladder.sizes) if 2 * n > ladder.largest]
+    rows = [n / many for n in reversed(ladder.sizes)]
     taken = _pieces(small, large, rows, few / many, activations)
     free, _ = pool.backend.memory(pool.device)
     return MemoryPlan(
@@ -156,7 +156,7 @@ def _pieces(
 ) -> list[int]:
     """Pieces for passes with so many times the rows of `large`, first of all the most, of whose
     rows `small` has a `ratio`; all in one where the tensors, drawn out, do not add up to
-    `activations`. Passes of fewer than half the rows find places in what is left of others'.
+    `activations`.
     """
     passes = [drawn_out(small, large, growth, ratio) for growth in growths]
     if abs(peak(passes[0]) - activations) > activations // 16:
