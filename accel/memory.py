@@ -167,23 +167,26 @@ class Pool:
     def use(self) -> Iterator[None]:
         """Exclusive use: the pool's earlier work comes before what the caller's stream gets now."""
         with self.lock:
-            stream = self.begin_use()
+            self.begin_use()
             try:
                 yield
             finally:
-                self.end_use(stream)
+                self.end_use()
 
-    def begin_use(self) -> Any:
-        """As `use`, for who holds the lock; what it returns is for `end_use`. A launch waits for
-        this, and a context of Python's own is five calls more."""
+    def begin_use(self) -> None:
+        """As `use`, for who holds the lock and calls `end_use`. A launch waits for this, and a
+        context of Python's own is five calls more."""
+        if self._last_use is not None and self._last_stream != self._stream_id:
+            self.backend.wait_event(self.backend.current_stream(self.device), self._last_use)
+
+    def end_use(self) -> None:
+        """The pool's next work comes after what the current stream has got."""
         stream = self.backend.current_stream(self.device)
-        if self._last_use is not None and stream != self._last_stream:
-            self.backend.wait_event(stream, self._last_use)
-        return stream
+        self._last_use, self._last_stream = self.backend.record_event(stream), self._stream_id
 
-    def end_use(self, stream: Any) -> None:
-        """The pool's next work comes after what `stream` has got."""
-        self._last_use, self._last_stream = self.backend.record_event(stream), stream
+    @property
+    def _stream_id(self) -> Any:
+        return self.backend.stream_id(self.device.index)
 
     @contextlib.contextmanager
     def upload(self) -> Iterator[None]:

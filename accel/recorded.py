@@ -96,7 +96,7 @@ class Recorded:
         pool = self.graph.pool
         before = pool.backend.rng_state(pool.device) if self.uses_random else None
         with pool.lock:
-            stream = pool.begin_use()
+            pool.begin_use()
             try:
                 self._static.fill(tensors)
                 try:
@@ -108,7 +108,7 @@ class Recorded:
                 self.report.replays += 1
                 return self._results.give(tensors)
             finally:
-                pool.end_use(stream)
+                pool.end_use()
 
     def discard(self) -> None:
         """Lets go of the graph and of the memory that it holds."""

@@ -18,6 +18,8 @@ from torch import nn
 from accel.graph import Refused
 
 _CLASS = "class"
+_NO_CACHES = frozenset((torch.Tensor, type(None), bool, int, float, str, list, tuple, dict))
+"""Types of most arguments, told at a glance: a launch waits for this."""
 _DEPTH = 8
 """How deep objects and lists in a cache may lie; one that lies deeper, or in itself, stays whole,
 and the call is eager."""
@@ -99,7 +101,8 @@ def opened(args: Any, kwargs: Any) -> tuple[Any, Any]:
     >>> opened((1,), {"kv_cache": None})
     ((1,), {'kv_cache': None})
     """
-    if not any(map(_is_cache, (*args, *kwargs.values()))):
+    kinds = {*map(type, args), *map(type, kwargs.values())}
+    if kinds <= _NO_CACHES or not any(map(_is_cache, (*args, *kwargs.values()))):
         return args, kwargs
     kwargs = {name: Contents(x) if _is_cache(x) else x for name, x in kwargs.items()}
     return tuple(Contents(x) if _is_cache(x) else x for x in args), kwargs

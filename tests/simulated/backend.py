@@ -44,6 +44,9 @@ class SimulatedBackend:
     def current_stream(self, device: torch.device) -> Stream:
         return card.current_stream()
 
+    def stream_id(self, index: int) -> Stream:
+        return card.current_stream()
+
     @contextmanager
     def on_stream(self, stream: Stream) -> Iterator[Stream]:
         before = card.current_stream()
