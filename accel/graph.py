@@ -51,8 +51,7 @@ class BreakableGraph:
     `pool` is where its memory comes from; graphs that share a pool never run at the same time. One
     that `rests` takes what its segments need to be launched at a replay, and can give it back.
 
-    >>> x = torch.ones(3, device=device)
-    >>> graph = BreakableGraph(Pool(device))
+    >>> x, graph = torch.ones(3, device=device), BreakableGraph(Pool(device))
     >>> with capture(graph):
     ...     y = x + 1
     >>> _ = x.fill_(5)
@@ -128,7 +127,8 @@ class Recording:
         """Why no replay could be right, once that is known."""
         self._made: list[torch.UntypedStorage] = []
         self.paused = self._was_cut = False
-        self._undo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By address, what lies outside and recorded work writes, and its value before."""
         self._segment: Any = None
         self._closed: list[Any] = []
         """Segments that are being made launchable."""
@@ -225,14 +225,14 @@ class Recording:
                     self._made.append(storage)
 
     def note_effect(self, written: torch.Tensor, effect: str) -> None:
-        """Recorded work is about to write a tensor from outside: its value is kept for `undo`."""
+        """Recorded work is about to write a tensor from outside: its value is kept for `abort`."""
         self.effect = self.effect or effect
         storage = self.graph.pool.backend.storage(written)
-        if storage.data_ptr() not in self._undo:
+        if storage.data_ptr() not in self.written:
             with self.interrupted():
                 elements = storage.nbytes() // written.element_size()
                 whole = written.as_strided((elements,), (1,), 0)
-                self._undo[storage.data_ptr()] = whole, whole.clone()
+                self.written[storage.data_ptr()] = whole, whole.clone()
 
     def abort(self) -> None:
         """Ends a recording that failed and leaves the process usable. What was recorded up to there
@@ -258,7 +258,7 @@ class Recording:
             with contextlib.suppress(Exception):
                 segment.replay()
         self.graph.discard()
-        for written, before in self._undo.values():
+        for written, before in self.written.values():
             written.copy_(before)
 
 
@@ -294,8 +294,7 @@ def capture(
     break minds what lies in its arguments. Raises what the body raises, or `Refused`; the process
     and the pool stay usable.
 
-    >>> x = torch.ones(2, device=device)
-    >>> graph = BreakableGraph(Pool(device))
+    >>> x, graph = torch.ones(2, device=device), BreakableGraph(Pool(device))
     >>> with capture(graph):
     ...     doubled = x * 2
     ...     host = doubled.tolist()
@@ -353,8 +352,7 @@ def eager_on_graph(function: Callable[P, R] | None = None, /, *, pure: bool = Fa
     ... def count(x):
     ...     calls.append(1)
     ...     return x + len(calls)
-    >>> x = torch.zeros(1, device=device)
-    >>> graph = BreakableGraph(Pool(device))
+    >>> x, graph = torch.zeros(1, device=device), BreakableGraph(Pool(device))
     >>> with capture(graph):
     ...     y = count(x * 2) * 10
     >>> graph.replay()
@@ -391,8 +389,7 @@ def as_break(function: Callable[..., R], pure: bool, kind: str) -> Callable[...,
 def break_graph() -> None:
     """Ends the current segment and begins another: nothing runs in between.
 
-    >>> x = torch.ones(1, device=device)
-    >>> graph = BreakableGraph(Pool(device))
+    >>> x, graph = torch.ones(1, device=device), BreakableGraph(Pool(device))
     >>> with capture(graph):
     ...     y = x + 1
     ...     break_graph()

@@ -18,12 +18,15 @@ from typing import Any
 import torch
 
 from accel.backend import Backend
+from accel.breaks import GuardMiss
 from accel.graph import ARGUMENT, OURS, WEIGHT, BreakableGraph, Recording, Refused, capture
 from accel.guard import WeightGuard
 from accel.layout import laid_out, span
 from accel.memory import Pool, outlives_garbage
 from accel.reporting import BreakReport, GraphReport
 from accel.signature import Edits, Signature, StaticInputs, is_value, leaves, map_tree
+
+WRITTEN = "the forward writes what an argument lies in"
 
 
 class Recorded:
@@ -63,6 +66,9 @@ class Recorded:
             if (objected := objection()) is not None:
                 raise Refused(objected)
             generators.refuse_drawn_on_host()
+            self._written, self._storage = set(recording.written), pool.backend.storage
+            if self._written_among(key.tensors):
+                raise Refused(WRITTEN)
             self.edits.close()
             born = dict.fromkeys(pool.backend.live_blocks(pool.id) - live, OURS)
             self._results = Results(result, self._static, recording.origins | born, pool.backend)
@@ -93,6 +99,8 @@ class Recorded:
 
     def replay(self, tensors: list[torch.Tensor]) -> Any:
         """The call's result for `tensors`. Raises `GuardMiss`; the generator is then put back."""
+        if self._written and self._written_among(tensors):
+            raise GuardMiss(WRITTEN)
         pool = self.graph.pool
         before = pool.backend.rng_state(pool.device) if self.uses_random else None
         with pool.lock:
@@ -109,6 +117,11 @@ class Recorded:
                 return self._results.give(tensors)
             finally:
                 pool.end_use()
+
+    def _written_among(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether the recorded work writes what a caller's tensor lies in: its copy would not see
+        that."""
+        return any(self._storage(x).data_ptr() in self._written for x in tensors)
 
     def discard(self) -> None:
         """Lets go of the graph and of the memory that it holds."""

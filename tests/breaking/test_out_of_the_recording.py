@@ -122,8 +122,12 @@ def test_a_forward_that_returns_the_dict_it_was_given(sim: torch.device) -> None
             assert patched(full(sim, value), given)[1] is given
 
 
-@pytest.mark.xfail(strict=True, reason="open: only weights and buffers are told from arguments")
-def test_an_argument_that_is_a_state_which_the_forward_writes(sim: torch.device) -> None:
+@pytest.mark.parametrize("from_the_start", [False, True])
+def test_an_argument_that_is_a_state_which_the_forward_writes(
+    from_the_start: bool, sim: torch.device
+) -> None:
+    """Also a view of it, and where the call to be recorded has it already."""
+
     def then(m: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         m.state.add_(1.0)
         return m.layer(x)
@@ -132,11 +136,17 @@ def test_an_argument_that_is_a_state_which_the_forward_writes(sim: torch.device)
     for module in both:
         module.state = full(sim, 0.0)
     with torch.no_grad():
-        for value in range(4):
+        for value in range(0 if from_the_start else 4):
             plain, patched = (module(full(sim, value)) for module in both)
             assert_same(patched, plain)
-        plain, patched = (module(module.state) for module in both)
-    assert_same(patched, plain)
+        for value in range(6):
+            plain, patched = (module(module.state.view(2, 4)) for module in both)
+            assert_same(patched, plain)
+            plain, patched = (module(full(sim, value)) for module in both)
+            assert_same(patched, plain)
+    report = accel.report(both[1])["module"]
+    assert report.replays > 0 or from_the_start
+    assert report.reasons["the forward writes what an argument lies in"] > 0
 
 
 @functools.lru_cache(1)
