@@ -201,7 +201,7 @@ class Backend:
     """The calling thread's current stream of a device."""
     stream_id: Callable[[int], Any] = staticmethod(getattr(torch._C, "_cuda_getCurrentStream", id))
     """What tells the current stream of the device of that number from others, without the stream
-    object itself: making one takes the host several calls."""
+    object itself: making one takes the host several calls. Torch without CUDA lacks it."""
     on_stream: Callable[[Any], AbstractContextManager[Any]] = staticmethod(torch.cuda.stream)
     """Makes a stream the calling thread's current one for the length of the context."""
     wait_stream: Callable[[Any, Any], None] = staticmethod(torch.cuda.Stream.wait_stream)

@@ -2,6 +2,8 @@
 
 Torch keeps what it has made launchable until the recording is gone, and the driver some 150 KiB of
 device memory for each. What is given back here goes to whatever is made launchable next.
+
+Knows the driver's calls. Does not know what was recorded, nor what rests when (prefill/graphs.py).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 
 OUT_OF_MEMORY = 2
-"""What the driver answers then."""
+"""What the driver answers where memory is lacking."""
 
 
 class Launchable:

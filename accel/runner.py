@@ -109,7 +109,7 @@ class GraphRunner:
         except Uncapturable as uncapturable:
             return self._eager(str(uncapturable), call)
         with self.pool.lock:
-            if self.pool.short:
+            if self.pool.short:  # asked here, too: a call less before a launch
                 self.pool.relieve()
             entry.last_use = next(_uses)
             reason = None if entry.variants else self._reason_for_eager(entry)
@@ -144,7 +144,8 @@ class GraphRunner:
         )
 
     def _check(self, key: Signature, is_new: bool) -> None:
-        """Raises `Uncapturable` for what else a call may not be. Devices are part of the key."""
+        """Raises `Uncapturable` for what else a call may not be. Devices are part of the key: those
+        of one that is not new were looked at before."""
         self._guard.check_alive()  # or a tensor in a dead weight's place would pass for that weight
         storage, weights = self._backend.storage, self._guard.storages
         for x in key.tensors:

@@ -92,9 +92,8 @@ def signature(call: Any, backend: Backend) -> Signature:
             shapes.append((kind, names, first))
             ahead.extend(reversed(children))
         elif kind not in _LEAVES and (container := opened(x)) is not None:
-            if (own := getattr(x, "__dict__", None)) and (name := _unseen(own, container)):
-                what = f"{argument_name(call, len(shapes))}, a {kind.__name__},"
-                raise Uncapturable(f"{what} carries {name!r} beside what is in it")
+            if getattr(x, "__dict__", None):
+                _refuse_unseen(x, container, call, len(shapes))
             first = seen.setdefault(id(x), len(shapes)) if isinstance(x, (list, dict)) else None
             shapes.append((kind, container.names, first))
             ahead.extend(reversed(container.children))
@@ -117,9 +116,13 @@ def signature(call: Any, backend: Backend) -> Signature:
     return Signature(tuple(shapes), tuple(values), tensors)
 
 
-def _unseen(own: dict[str, Any], container: Container) -> str | None:
-    """An attribute of a container that is none of its items or fields, nor None."""
-    return next((n for n, y in own.items() if y is not None and n not in container.names), None)
+def _refuse_unseen(x: Any, container: Container, call: Any, number: int) -> None:
+    """Raises `Uncapturable` if `x`, a container and the node of that number in `call`, has an
+    attribute that is none of its items or fields, nor None."""
+    for name, value in vars(x).items():
+        if value is not None and name not in container.names:
+            what = f"{argument_name(call, number)}, a {type(x).__name__},"
+            raise Uncapturable(f"{what} carries {name!r} beside what is in it")
 
 
 def argument_name(call: Any, number: int) -> str:

@@ -18,7 +18,7 @@ from accel.patches.trial import CLOSE, drawn, out_of_sight
 PRECISIONS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """That kernels take: computing in float32, they would round others worse than torch."""
 WIDEST = 16384
-"""Elements of a row that a norm's kernel takes: it holds all of it at once."""
+"""Elements of the longest row that a norm's kernel takes: it holds all of one at once."""
 
 
 @functools.cache

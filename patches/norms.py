@@ -118,8 +118,8 @@ def _epsilon(norm: Any) -> float | None:
 
 
 def _computing(norm: Any, form: Form) -> Callable[..., Any]:
-    """The norm's forward in that form, or its own for what torch's function takes another way with
-    (a mix of precisions, autocast). A kernel of ours computes what the form does."""
+    """The norm's forward in that form, or its own where torch's function would compute otherwise (a
+    mix of precisions, autocast). A kernel of ours computes what the form does."""
 
     def instead(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not _in_one_kernel(args[0], norm.weight):

@@ -14,8 +14,8 @@ SMALL = 2**20
 ROUNDED = 512
 """Bytes that a block is a multiple of."""
 WORTH, UNIT = 10 * 2**20, 2 * 2**20
-"""Bytes from which on a piece is worth while, as the allocator takes smaller ones as 20 MiB; and of
-which it takes whole numbers."""
+"""Bytes from which on a piece is worth while: the allocator takes 20 MiB for a smaller one. And the
+bytes that it takes whole multiples of."""
 STEPS, MOST, SLACK = 128, 2, 32
 """Pieces grow by a 128th of what is alive at the peak, up to twice as much. A 32nd of the last one
 comes in addition, for what ops need while they run."""
@@ -46,13 +46,13 @@ def peak(events: Sequence[Event]) -> int:
 
 def pieces(*passes: Sequence[Event]) -> list[int]:
     """Sizes in bytes of up to three pieces in which all tensors of each pass find places. The first
-    is the largest one; others, of fewer rows, find other blocks the smallest that is large enough.
+    pass is the largest; in one of fewer rows another block may be the smallest that is large
+    enough.
 
-    Tried are a piece for the two largest tensors, one for one or two others, and the rest; of all
-    these the ones that are least in all.
+    Tried are a piece for the two largest tensors, one for one or two others, and the rest, with and
+    without each of the first two: what takes least in all is found.
 
-    >>> mib, events = 2**20, [(0, 4 << 20), (1, 2 << 20), (0, -1), (2, 3 << 20)]
-    >>> pieces([(n, 8 * size if size > 0 else size) for n, size in events])
+    >>> pieces([(0, 32 << 20), (1, 16 << 20), (0, -1), (2, 24 << 20)])
     [52428800]
     """
     large = [_large(events) for events in passes]

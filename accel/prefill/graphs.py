@@ -46,6 +46,7 @@ class Graphs:
         self._version = -1
         self._fruitless = self._barred = 0
         self._awake: BreakableGraph | None = None
+        """The one that is ready for launch, of graphs that can rest."""
         pool.tenants.add(self)
 
     def get(self, bucket: int, paged: bool) -> Captured | str:
@@ -225,7 +226,7 @@ class Graphs:
         return BreakableBody(self._body, self._ground, bucket)
 
     def count(self, captured: Captured, paged: bool) -> None:
-        """Counts one replay."""
+        """Counts one replay; of graphs that can rest, the others do from now on."""
         self._let_others_rest(captured.graph)
         self._report.replays += 1
         for entry in self._report.buckets:

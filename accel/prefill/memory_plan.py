@@ -154,9 +154,9 @@ def _pieces(
     ratio: float,
     activations: int,
 ) -> list[int]:
-    """Pieces for passes with so many times the rows of `large`, first of all the most, of whose
-    rows `small` has a `ratio`; all in one where the tensors, drawn out, do not add up to
-    `activations`.
+    """Pieces for one pass for each of `growths`, the largest first: so many times the rows of
+    `large`, of whose rows `small` has a `ratio`. All in one where the tensors, drawn out, do not
+    add up to `activations`.
     """
     passes = [drawn_out(small, large, growth, ratio) for growth in growths]
     if abs(peak(passes[0]) - activations) > activations // 16:

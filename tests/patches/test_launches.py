@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -65,8 +65,8 @@ def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def kernel() -> Iterator[Kernel]:
-    yield Kernel()
+def kernel() -> Kernel:
+    return Kernel()
 
 
 def aligned(count: int = 64, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -75,7 +75,7 @@ def aligned(count: int = 64, dtype: torch.dtype = torch.float32) -> torch.Tensor
     return found
 
 
-def test_the_first_of_a_kind_goes_triton_s_way_and_others_straight(kernel: Kernel) -> None:
+def test_the_first_of_a_kind_goes_by_triton_and_others_straight(kernel: Kernel) -> None:
     x, other = aligned(), aligned()
     launch(kernel, GRID, (x, 6, 0.5), SHAPE, warps=8)
     launch(kernel, (7, 1), (other, 9, 1.5), SHAPE, warps=8)
