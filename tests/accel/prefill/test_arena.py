@@ -9,7 +9,7 @@ import torch
 
 from accel.graph import BreakableGraph, capture
 from accel.memory import Pool
-from accel.prefill.arena import SMALL, Event, fit, peak, pieces
+from accel.prefill.arena import SMALL, UNIT, WORTH, Event, fit, peak, pieces
 from accel.prefill.memory_plan import Lives, _pieces, drawn_out
 
 MIB = 2**20
@@ -90,6 +90,17 @@ def test_all_tensors_find_places(seed: int) -> None:
     events = drawn(seed)
     found = pieces(events)
     assert fit(events, found) and peak(events) <= sum(found) <= 2 * peak(events)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pieces_are_such_as_the_allocator_takes_as_they_are(seed: int) -> None:
+    """Smaller ones it takes as 20 MiB."""
+    found = pieces(drawn(seed))
+    assert all(size % UNIT == 0 and size >= WORTH for size in found)
+
+
+def test_the_last_piece_has_room_for_what_ops_need_while_they_run() -> None:
+    assert pieces([(0, 320 * MIB)]) == [330 * MIB]
 
 
 def test_small_tensors_are_no_neighbours() -> None:
