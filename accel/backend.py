@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from accel.launching import Launchable
+from accel.launchable import Launchable
 
 
 class Segment:
@@ -91,7 +91,7 @@ class Segment:
         """Begins to make a closed recording launchable, in another thread: that needs no lock of
         Python's. There it is also replayed on `stream`, if given. `ready` waits for it."""
         device = torch.cuda.current_device()
-        task = functools.partial(_launchable, self._graph, device, stream)
+        task = functools.partial(_make_launchable, self._graph, device, stream)
         try:
             self._preparation = _preparing.submit(task)
         except RuntimeError:  # the main thread has ended, and others still serve
@@ -155,7 +155,7 @@ class RestingSegment(Segment):
 _preparing = ThreadPoolExecutor(1, "accel-preparing")
 
 
-def _launchable(graph: torch.cuda.CUDAGraph, device: int, stream: Any) -> None:
+def _make_launchable(graph: torch.cuda.CUDAGraph, device: int, stream: Any) -> None:
     with torch.cuda.device(device):
         graph.instantiate()
         if stream is not None:

@@ -66,9 +66,7 @@ class Recorded:
             if (objected := objection()) is not None:
                 raise Refused(objected)
             generators.refuse_drawn_on_host()
-            self._written, self._storage = set(recording.written), pool.backend.storage
-            if self._written_among(key.tensors):
-                raise Refused(WRITTEN)
+            self._refuse_written(key.tensors, recording)
             self.edits.close()
             born = dict.fromkeys(pool.backend.live_blocks(pool.id) - live, OURS)
             self._results = Results(result, self._static, recording.origins | born, pool.backend)
@@ -117,6 +115,12 @@ class Recorded:
                 return self._results.give(tensors)
             finally:
                 pool.end_use()
+
+    def _refuse_written(self, tensors: list[torch.Tensor], recording: Recording) -> None:
+        self._storage = self.graph.pool.backend.storage
+        self._written = set(recording.written)
+        if self._written_among(tensors):
+            raise Refused(WRITTEN)
 
     def _written_among(self, tensors: list[torch.Tensor]) -> bool:
         """Whether the recorded work writes what a caller's tensor lies in: its copy would not see

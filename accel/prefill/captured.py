@@ -220,7 +220,8 @@ class FullBody:
             kv_bound=body.kv_bound,
             into=self._buffers,
         )
-        assert batch.tokens >= self._fewest, "rows in front of these are not cleared"
+        if batch.tokens < self._fewest:
+            raise Unsupported(f"a graph for {self._fewest} tokens or more got {batch.tokens}")
         if self._attention is not None:
             self._attention.plan(batch)
         return batch

@@ -15,7 +15,7 @@ ENGINE = [
     "graph",
     "breaks",
     "backend",
-    "launching",
+    "launchable",
     "record",
     "record_stand_ins",
     "recorded",

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from accel import launching
-from accel.launching import Launchable
+from accel import launchable as module
+from accel.launchable import Launchable
 
 
 class Graph:
@@ -44,8 +44,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     asked = Driver()
-    monkeypatch.setattr(launching, "_driver", lambda: asked)
-    monkeypatch.setattr(launching, "_stream", lambda: 99)
+    monkeypatch.setattr(module, "_driver", lambda: asked)
+    monkeypatch.setattr(module, "_stream", lambda: 99)
     return asked
 
 
