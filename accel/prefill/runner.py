@@ -19,6 +19,7 @@ from accel.backend import backend_for
 from accel.memory import Pool
 from accel.prefill.batch import Request
 from accel.prefill.buckets import Ladder
+from accel.prefill.captured import Captured
 from accel.prefill.construction import MODES, Setup, set_up
 from accel.prefill.graphs import Graphs, Progress
 from accel.prefill.kv_cache import KVCache
@@ -268,12 +269,28 @@ class PrefillRunner:
             found = graphs.get(rows, paged)
             if isinstance(found, str):
                 return found
-            found.replay(requests)
-            hidden = self._place.taken_out(found.output[:tokens])
+            hidden = self._launched(found, requests, tokens)
+            if hidden is None:
+                graphs.pool.retire()
+                graphs.pool.warm()
+                return "memory was lacking for a graph"
             if graphs.hold():
                 graphs.count(found, paged)
                 return hidden
         return "the model changes while it runs"
+
+    def _launched(
+        self, found: Captured, requests: Sequence[Request], tokens: int
+    ) -> torch.Tensor | None:
+        """Hidden states by a graph, a copy; None if memory is lacking: that of the graphs may be
+        what is. Not over several ranks, of which others may have been through: there it raises."""
+        try:
+            found.replay(requests)
+            return self._place.taken_out(found.output[:tokens])
+        except torch.OutOfMemoryError:
+            if self._model.ranks > 1:
+                raise
+            return None
 
     def _why_eager(self, requests: Sequence[Request], tokens: int) -> str | None:
         """Why no graph fits, in words that do not differ from call to call."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel.breaks import Break
-from accel.graph import current_recording
+from accel.graph import BreakableGraph, current_recording
 from accel.prefill import captured
 from accel.prefill.runner import PrefillRunner
 from tests.accel.common import scribble
@@ -169,6 +169,29 @@ def test_out_of_memory_while_capturing_is_eager_with_the_bytes(
     assert agrees(runner, model)
     assert runner.report.replays == 1
     assert SimulatedBackend().aborts == 0
+
+
+@pytest.mark.parametrize("mode", ["breakable", "full"])
+def test_out_of_memory_in_a_replay_costs_the_graphs_and_no_call(
+    mode: str, tiny: TinyModel, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What makes a graph launchable takes memory when it runs."""
+    runner = make(tiny, mode=mode, buckets=(64, 128)).capture()
+    before, replay, lacking = runner.report.captures, BreakableGraph.replay, [True]
+
+    def short_once(self: BreakableGraph) -> None:
+        if lacking.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory in cuGraphInstantiateWithFlags")
+        lacking.append(False)
+        replay(self)
+
+    monkeypatch.setattr(BreakableGraph, "replay", short_once)
+    assert agrees(runner, tiny)
+    assert runner.report.reasons["memory was lacking for a graph"] == 1
+    assert runner.report.buckets == [] and runner.report.replays == 0
+    lacking.append(False)
+    assert agrees(runner, tiny)
+    assert runner.report.replays == 1 and runner.report.captures > before
 
 
 @pytest.mark.parametrize("mode", ["breakable", "full"])
